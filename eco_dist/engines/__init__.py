@@ -1,0 +1,1 @@
+"""Adapters to whoever owns the shards. None of them contains arithmetic of the update."""

@@ -1,0 +1,131 @@
+"""A shard: the tensors of one parameter on one rank, and where they lie in the whole parameter.
+
+Every engine describes what it owns as a `Shard`; the step (`step.py`) knows nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from eco_dist.numerics import Stream
+from eco_dist.recipe import Recipe
+from eco_dist.weights import QuantizedWeight
+
+
+class StateKey:
+    """Keys of a parameter's optimizer state. All are checkpointed."""
+
+    STEP = "step"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SCALE = "exp_avg_scale"
+    EXP_AVG_SQ = "exp_avg_sq"
+    EXP_AVG_SQ_SCALE = "exp_avg_sq_scale"
+    RESIDUAL = "residual"
+    MASTER = "master"
+    LR_PEAK = "lr_peak"
+    LR_LAST = "lr_last"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Shard:
+    """Codes, scales and moments of a run of whole rows.
+
+    Attributes:
+        codes: codes of the stored weight.
+        scales: scales of the stored weight.
+        recipe: how they are stored and stepped; it has a format.
+        columns: width of a row.
+        first_row: number of the first row in the whole parameter, leading dimensions flattened.
+        tensor_id: name of the stream of random bits.
+        state: optimizer state, keys of `StateKey`, local tensors.
+        scale_group: ranks that hold other rows of the same scale group; None if no group is cut.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    recipe: Recipe
+    columns: int
+    first_row: int
+    tensor_id: int
+    state: dict[str, Tensor]
+    scale_group: dist.ProcessGroup | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical local shape."""
+        return (*self.codes.shape[:-1], self.columns)
+
+    def stream(self, seed: int, step: int, purpose: int = 0) -> Stream:
+        """Random bits of one step."""
+        return Stream(seed=seed, tensor=self.tensor_id, step=step, purpose=purpose)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_quantized(parameter: Tensor) -> bool:
+    """Whether a parameter, sharded or not, is a quantized weight."""
+    return isinstance(local(parameter), QuantizedWeight)
+
+
+def check_placements(parameter: Tensor) -> None:
+    """Refuse layouts that would cut a scale group.
+
+    Raises:
+        ValueError: for a DTensor that is neither replicated nor cut along dimension 0 by one mesh dimension.
+    """
+    if not isinstance(parameter, DTensor):
+        return
+    cuts = [placement for placement in parameter.placements if not isinstance(placement, Replicate)]
+    if len(cuts) > 1 or any(type(cut) is not ShardPlacement or cut.dim != 0 for cut in cuts):
+        raise ValueError(
+            "expected a quantized weight cut along dimension 0 by one mesh dimension (FSDP2, HSDP) or replicated, got "
+            f"placements {parameter.placements}; tensor parallelism of quantized weights is not supported yet"
+        )
+
+
+def first_row(parameter: Tensor) -> int:
+    """Global number of the first row of this rank's shard, leading dimensions flattened."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    dim = _sharding_dim(parameter)
+    if dim is None:
+        return 0
+    # FSDP2 gives every rank ceil(rows / ranks) rows and the last ones what is left.
+    chunk = math.ceil(parameter.shape[0] / parameter.device_mesh.size(dim))
+    start = min(chunk * parameter.device_mesh.get_local_rank(dim), parameter.shape[0])
+    return start * math.prod(parameter.shape[1:-1])
+
+
+def scale_group(parameter: Tensor) -> dist.ProcessGroup | None:
+    """Ranks that share the single scale of a tensor with granularity `tensor`; None if this rank holds all rows."""
+    dim = _sharding_dim(parameter) if isinstance(parameter, DTensor) else None
+    if dim is None:
+        return None
+    assert isinstance(parameter, DTensor)
+    return parameter.device_mesh.get_group(dim)
+
+
+def _sharding_dim(parameter: DTensor) -> int | None:
+    dims = [dim for dim, placement in enumerate(parameter.placements) if isinstance(placement, ShardPlacement)]
+    return dims[0] if dims else None
+
+
+def mesh_groups(parameters: Sequence[Tensor]) -> list[dist.ProcessGroup]:
+    """Process groups that together span every rank holding a part of these parameters, in an order all ranks share."""
+    groups: dict[str, dist.ProcessGroup] = {}
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            for dim in range(parameter.device_mesh.ndim):
+                group = parameter.device_mesh.get_group(dim)
+                groups.setdefault(group.group_name, group)
+    return [group for group in groups.values() if group.size() > 1]
