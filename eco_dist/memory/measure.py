@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from eco_dist.memory.categories import STATE_CATEGORIES, Category
-from eco_dist.memory.report import MemoryReport, RankMemory, TensorMemory
+from eco_dist.memory.report import MemoryReport, RankMemory, TensorMemory, tensor_entries
 from eco_dist.optim.shard import local
 from eco_dist.weights import QuantizedWeight
 
@@ -49,10 +49,9 @@ def _measure_rank(model: nn.Module, optimizer: Optimizer | None) -> RankMemory:
             quantized_parameters += weight.numel()
             kinds = (Category.PADDING, Category.COUNTERS, Category.GRADIENTS)
             quantized_bytes += sum(count for kind, count in held if kind not in kinds)
-        tensors += [TensorMemory(name=name, category=kind, bytes=count) for kind, count in held if count]
+        tensors += tensor_entries(name, held)
     for name, buffer in model.named_buffers():
-        counts = _storage_bytes(Category.BUFFERS, buffer, seen)
-        tensors += [TensorMemory(name=name, category=kind, bytes=count) for kind, count in counts if count]
+        tensors += tensor_entries(name, _storage_bytes(Category.BUFFERS, buffer, seen))
     return RankMemory(
         rank=dist.get_rank() if dist.is_initialized() else 0,
         tensors=tuple(tensors),

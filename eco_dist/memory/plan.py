@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from eco_dist.memory.categories import STATE_CATEGORIES, Category
-from eco_dist.memory.report import MemoryReport, RankMemory, TensorMemory
+from eco_dist.memory.report import MemoryReport, RankMemory, TensorMemory, tensor_entries
 from eco_dist.numerics import Granularity, codes_scale_shape, codes_shape
 from eco_dist.optim.state import state_layout
 from eco_dist.recipe import Recipe, resolve_recipe
@@ -79,8 +79,9 @@ def plan(
     trainable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     cut = Cut(shards=shards or world_size, padded=True) if engine == "fsdp2" else Cut()
     buffers = [
-        TensorMemory(name=name, category=Category.BUFFERS, bytes=buffer.numel() * buffer.element_size())
+        entry
         for name, buffer in model.named_buffers()
+        for entry in tensor_entries(name, [(Category.BUFFERS, buffer.numel() * buffer.element_size())])
     ]
     # Ranks with the same shard hold the same bytes: plan each shard once.
     by_shard = [
@@ -130,7 +131,7 @@ def _rank(
         if conversion.recipe is not None:
             quantized_parameters += math.prod(local)
             quantized_bytes += sum(b for kind, b in held if kind not in (Category.PADDING, Category.COUNTERS))
-        tensors += [TensorMemory(name=name, category=kind, bytes=count) for kind, count in held if count]
+        tensors += tensor_entries(name, held)
     return RankMemory(
         rank=shard,
         tensors=(*tensors, *buffers),

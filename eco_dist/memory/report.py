@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eco_dist.memory.categories import Category
@@ -23,6 +23,16 @@ class TensorMemory:
     name: str
     category: Category
     bytes: int
+
+
+def tensor_entries(name: str, counts: Iterable[tuple[Category, int]]) -> list[TensorMemory]:
+    """One entry a category that holds anything, from counts in any order."""
+    total: Counter[Category] = Counter()
+    for category, count in counts:
+        total[category] += count
+    return [
+        TensorMemory(name=name, category=category, bytes=total[category]) for category in Category if total[category]
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,93 @@
+"""Real ranks over gloo for tests: one set of worker processes for the whole session.
+
+`run_ranks(world, function, *args)` runs a module-level function on `world` ranks and returns their results. Every call
+has a process group of its own, rendezvous through a file and a timeout, so one failure cannot leak into the next.
+"""
+
+import atexit
+import datetime
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT = datetime.timedelta(seconds=60)
+CALL_TIMEOUT_SECONDS = 200
+
+
+def _work(pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    while True:
+        job = pipe.recv()
+        if job is None:
+            return
+        rank, world, rendezvous, function, args = job
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=GROUP_TIMEOUT
+            )
+            pipe.send(("ok", function(*args)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class Ranks:
+    """Worker processes, started when first needed and replaced after a death or a hang."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+        self._calls = 0
+        self._directory = tempfile.TemporaryDirectory(prefix="eco-dist-ranks-")
+        atexit.register(self.stop)
+
+    def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < world:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+        self._calls += 1
+        rendezvous = Path(self._directory.name) / f"call-{self._calls}"
+        pipes = [pipe for _, pipe in self._workers[:world]]
+        for rank, pipe in enumerate(pipes):
+            pipe.send((rank, world, str(rendezvous), function, args))
+        results = [self._receive(pipe) for pipe in pipes]
+        failures = [f"rank {rank}: {text}" for rank, (status, text) in enumerate(results) if status != "ok"]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in results]
+
+    def _receive(self, pipe: Connection) -> tuple[str, Any]:
+        try:
+            if pipe.poll(CALL_TIMEOUT_SECONDS):
+                return pipe.recv()
+            self.stop()
+            return "hung", "no answer in time"
+        except (EOFError, OSError) as error:
+            self.stop()
+            return "died", repr(error)
+
+    def stop(self) -> None:
+        for process, _ in self._workers:
+            process.kill()
+        self._workers.clear()
+
+
+_RANKS = Ranks()
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Results of `function(*args)` on each of `world` ranks; AssertionError with the tracebacks if one raises."""
+    return _RANKS.run(world, function, *args)
