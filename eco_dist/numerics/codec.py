@@ -18,6 +18,9 @@ from eco_dist.numerics.rounding import round_to_grid
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Scales never go below the smallest normal number, so that their reciprocal is finite."""
 
+LARGEST_VALUE = torch.finfo(torch.float32).max * (1 - 2.0**-23)
+"""Scales map the largest code to this at most: one fp32 step higher, 127 * scale may round to infinity."""
+
 
 def codes_shape(shape: Sequence[int], format: Format) -> tuple[int, ...]:
     """Shape of the codes of a tensor of `shape`; INT4 packs two columns into a byte, padding an odd row."""
@@ -41,9 +44,9 @@ def scale_from_absmax(absmax: Tensor, format: Format) -> Tensor:
         format: the grid.
 
     Returns:
-        fp32 of the same shape: absmax / max, at least the smallest normal number; 1 where absmax is 0.
+        fp32 of the same shape: absmax / max, a normal number with a finite max * scale; 1 where absmax is 0.
     """
-    scale = (absmax / format.grid.max).clamp_(min=SMALLEST_SCALE)
+    scale = (absmax / format.grid.max).clamp_(SMALLEST_SCALE, LARGEST_VALUE / format.grid.max)
     return torch.where(absmax == 0, torch.ones_like(scale), scale)
 
 

@@ -44,7 +44,7 @@ class StepStats:
     Attributes:
         sum_squared_error: of e = theta-tilde - theta-hat.
         sum_squared_weight: of theta-tilde.
-        moved: elements whose stored weight changed.
+        moved: elements whose code changed. (Their values all change a little whenever a scale does.)
         elements: elements in all.
     """
 
@@ -54,7 +54,7 @@ class StepStats:
     elements: int = 0
 
     def add(self, updated: Tensor, error: Tensor, before: Tensor, after: Tensor) -> None:
-        """Count one shard."""
+        """Count one shard: updated weight and error in weight units, codes by value before and after."""
         self.sum_squared_error += float(error.double().square().sum())
         self.sum_squared_weight += float(updated.double().square().sum())
         self.moved += int((before != after).sum())
@@ -101,14 +101,14 @@ def finish(pending: Pending, seed: int, hyper: Hyper, stats: StepStats | None = 
     halves = None
     if recipe.rounding is Rounding.STOCHASTIC:
         halves = random_halves(shard.stream(seed, hyper.step), shard.shape, shard.first_row, updated.device)
-    before = _stored(shard) if stats is not None else None
+    before = _codes_by_value(shard) if stats is not None else None
     codes, scales = encode(updated, recipe.format, recipe.granularity, halves=halves, absmax=pending.absmax)
     shard.codes.copy_(codes)
     shard.scales.copy_(scales)
     stored = _stored(shard)
     error = updated - stored
     if stats is not None and before is not None:
-        stats.add(updated, error, before, stored)
+        stats.add(updated, error, before, _codes_by_value(shard))
     if recipe.compensation is Compensation.MOMENTUM:
         pending.moments[StateKey.EXP_AVG].add_(error.mul_(pending.gain))
     elif recipe.compensation is Compensation.RESIDUAL:
@@ -121,6 +121,11 @@ def finish(pending: Pending, seed: int, hyper: Hyper, stats: StepStats | None = 
 def _stored(shard: Shard) -> Tensor:
     assert shard.recipe.format is not None
     return decode(shard.codes, shard.scales, shard.recipe.format, shard.recipe.granularity, shard.columns)
+
+
+def _codes_by_value(shard: Shard) -> Tensor:
+    assert shard.recipe.format is not None
+    return unpack(shard.codes, shard.recipe.format, shard.columns)
 
 
 def _weight_before(shard: Shard) -> Tensor:
@@ -136,7 +141,7 @@ def _residual_unit(shard: Shard) -> Tensor:
     """Weight units of one count of an 8-bit residual: grid step of the stored code times scale, over 127."""
     recipe = shard.recipe
     assert recipe.format is not None
-    step = grid_step(unpack(shard.codes, recipe.format, shard.columns), recipe.format)
+    step = grid_step(_codes_by_value(shard), recipe.format)
     if recipe.granularity is not None:
         step = step * expand_to_elements(shard.scales, shard.columns, recipe.granularity)
     return step / RESIDUAL_STEPS

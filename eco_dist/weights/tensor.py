@@ -25,7 +25,6 @@ from eco_dist.numerics import Granularity, codes_scale_shape, codes_shape, decod
 from eco_dist.recipe import Recipe
 from eco_dist.weights.fsdp_hooks import FSDPHooks
 
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

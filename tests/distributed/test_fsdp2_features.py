@@ -20,7 +20,7 @@ from tests.distributed.ranks import run_ranks
 STEPS = 4
 
 
-def on_two_ranks(function):  # noqa: ANN001, ANN201
+def on_two_ranks(function):
     """Run a module-level function on two ranks and hand both results to the test."""
     return run_ranks(2, function)
 
@@ -29,7 +29,7 @@ def optimizer_for(model: nn.Module, **options: float) -> ECOAdamW:
     return ECOAdamW(model.parameters(), lr=3e-3, **options)
 
 
-# --- forward is that of a dequantized twin ------------------------------------------------------------------------------
+# --- forward is that of a dequantized twin -------------------------------------------------------------------------
 
 
 def twin_difference() -> float:
@@ -73,7 +73,7 @@ def test_own_fully_shard_calls_equal_shard_model() -> None:
     assert on_two_ranks(own_fully_shard_calls) == on_two_ranks(shard_model_call)
 
 
-# --- training features --------------------------------------------------------------------------------------------------
+# --- training features ---------------------------------------------------------------------------------------------
 
 
 def losses_with_checkpointing(recompute: bool) -> list[float]:
@@ -235,7 +235,7 @@ def test_meta_device_initialization() -> None:
         assert all(torch.isfinite(torch.tensor(losses)))
 
 
-# --- state --------------------------------------------------------------------------------------------------------------
+# --- state ---------------------------------------------------------------------------------------------------------
 
 
 def resumed(recipe: str) -> tuple[list[float], list[float], set[torch.dtype]]:
@@ -297,7 +297,7 @@ def test_stock_optimizers_are_refused_and_nothing_is_lost(name: str) -> None:
         assert "ECOAdamW" in message
 
 
-# --- bytes --------------------------------------------------------------------------------------------------------------
+# --- bytes ---------------------------------------------------------------------------------------------------------
 
 
 def wire(recipe: str) -> tuple[int, int]:

@@ -1,0 +1,135 @@
+"""The command line: ``eco-dist train | compare | recipes``.
+
+A user's mistake (an unknown key, an impossible recipe, a missing file, a wrong world size) gives one sentence on stderr
+and exit code 2, on rank 0 alone but with that code on all ranks. A failure of the program itself gives its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["main"]
+
+USER_ERROR = 2
+OWN_PACKAGE = "eco_dist"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model; start it with torchrun to shard it over ranks.
+
+    Args:
+        config: YAML file of the run; without it every key has its default.
+        overrides: changes to it, as section.key=value, such as recipe=fp8-8bit run.steps=100.
+    """
+
+    config: Path | None = None
+    overrides: tyro.conf.Positional[tuple[str, ...]] = ()
+
+    def run(self) -> None:
+        """Load the configuration and train."""
+        from eco_dist.training import load_config, train
+
+        train(load_config(self.config, self.overrides))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Compare finished runs in one table.
+
+    Args:
+        runs: directories of finished runs.
+        plot: draw their losses into this PNG.
+    """
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    plot: Path | None = None
+
+    def run(self) -> None:
+        """Print the table."""
+        from eco_dist.training import compare_runs
+
+        _console().print(compare_runs(self.runs, self.plot))
+        if self.plot is not None:
+            _console().print(f"wrote {self.plot}", highlight=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipes:
+    """List the named recipes and what a quantized parameter costs under each."""
+
+    def run(self) -> None:
+        """Print the table."""
+        from eco_dist.recipe import RECIPES
+
+        table = Table(title="Named recipes", caption="B/param: codes, scales and optimizer state of a quantized weight")
+        table.add_column("recipe", no_wrap=True)
+        for name in next(iter(RECIPES.values())).to_dict():
+            table.add_column(name)
+        table.add_column("B/param", justify="right")
+        for name, recipe in RECIPES.items():
+            values = (value or "-" for value in recipe.to_dict().values())
+            table.add_row(name, *values, f"{recipe.bytes_per_parameter:.2f}")
+        _console().print(table)
+
+
+Command = (
+    Annotated[Train, tyro.conf.subcommand("train", prefix_name=False)]
+    | Annotated[Compare, tyro.conf.subcommand("compare", prefix_name=False)]
+    | Annotated[Recipes, tyro.conf.subcommand("recipes", prefix_name=False)]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: without the program's name; None takes the process's own.
+
+    Returns:
+        The exit code: 0, or 2 for a user's mistake.
+    """
+    command = tyro.cli(
+        Command, prog="eco-dist", description=__doc__.splitlines()[0], args=arguments, console_outputs=_is_first_rank()
+    )
+    try:
+        command.run()
+    except (ValueError, TypeError, OSError) as error:
+        if not _is_users(error):
+            raise
+        if _is_first_rank():
+            print(f"eco-dist: {' '.join(str(error).split())}", file=sys.stderr)
+        return USER_ERROR
+    return 0
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether the error is a user's mistake: one this package raised on purpose, or a file system's refusal.
+
+    A ValueError out of the depths of a library is a defect of the program, and its traceback must be seen.
+    """
+    if isinstance(error, OSError):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    return str(module).split(".")[0] == OWN_PACKAGE
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=200)

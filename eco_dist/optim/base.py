@@ -1,0 +1,268 @@
+"""What `ECOAdamW` and `ECOSGD` share: an ordinary `torch.optim.Optimizer` over quantized and other parameters.
+
+It holds no arithmetic: `rules.py` updates, `step.py` rounds and compensates. It decides, for all ranks together,
+whether a step happens, and routes every parameter to its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from eco_dist.optim.agreement import agree_on_absmax, agreed_bad
+from eco_dist.optim.rules import Hyper, Schedule
+from eco_dist.optim.shard import Shard, StateKey, check_placements, first_row, is_quantized, local, scale_group
+from eco_dist.optim.state import allocate_state, restore_dtypes
+from eco_dist.optim.step import Pending, StepStats, begin, finish, is_steppable
+from eco_dist.recipe import Compensation, Injection
+from eco_dist.weights import QuantizedWeight
+
+
+class ECOOptimizer(Optimizer):
+    """What both optimizers share. Use `ECOAdamW` or `ECOSGD`.
+
+    Attributes:
+        skipped_steps: steps that no rank took because a gradient somewhere was not finite.
+        collect_stats: set before a step to have `stats` after it; costs a pass over the weights.
+        stats: sums over this rank's quantized weights in the last step; None if it was skipped or not collected.
+    """
+
+    _second_moment: bool
+
+    def __init__(self, params: Any, defaults: dict[str, Any], *, seed: int, nonfinite: str) -> None:
+        """Check arguments and parameters; see the subclasses."""
+        if nonfinite not in ("skip", "raise"):
+            raise ValueError(f"expected nonfinite to be 'skip' or 'raise', got {nonfinite!r}")
+        self.seed = seed
+        self.nonfinite = nonfinite
+        self.skipped_steps = 0
+        self.collect_stats = False
+        self.stats: StepStats | None = None
+        self._streams: dict[int, int] = {}
+        super().__init__(params, defaults)
+
+    # --- what subclasses say ----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _rule(theta: Tensor, grad: Tensor, moments: dict[str, Tensor], hyper: Hyper) -> tuple[Tensor, Tensor | float]:
+        raise NotImplementedError
+
+    def _scalars(self, group: dict[str, Any]) -> dict[str, float]:
+        """Rule-specific fields of `Hyper`."""
+        raise NotImplementedError
+
+    # --- torch.optim.Optimizer --------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; refuses hyper-parameters and layouts the step cannot work with.
+
+        Raises:
+            ValueError: for a hyper-parameter out of range, or a quantized weight sharded in an unsupported way.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+            for parameter in self.param_groups[-1]["params"]:
+                if is_quantized(parameter):
+                    check_placements(parameter)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, in the dtypes of each parameter's recipe; on an error nothing is changed.
+
+        Raises:
+            ValueError: if the state was saved with another recipe, optimizer or set of parameters.
+        """
+        before = (self.state, self.param_groups)
+        try:
+            super().load_state_dict(state_dict)
+            for parameter, state in self.state.items():
+                restored = restore_dtypes(parameter, state, second_moment=self._second_moment)
+                self.state[parameter] = restored
+        except Exception:
+            self.state, self.param_groups = before
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parameters that have a gradient.
+
+        All ranks that hold a part of these parameters take the step or skip it together. A group with lr == 0 is left
+        as it is, bit for bit: no weight, moment or step count changes.
+
+        Args:
+            closure: computes the loss again, as in `torch.optim`.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            FloatingPointError: if a gradient on any rank is NaN, infinite or larger than 2^63 and `nonfinite` is
+                "raise"; nothing has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._check_group(group)
+        work = list(self._work())
+        self.stats = None
+        if self._gradients_are_bad([parameter for parameter, _ in work]):
+            return loss
+        self.stats = StepStats() if self.collect_stats else None
+        waiting = [left for item in work if (left := self._step_or_wait(*item)) is not None]
+        agree_on_absmax([pending for pending, _ in waiting])
+        for pending, hyper in waiting:
+            finish(pending, self.seed, hyper, self.stats)
+        return loss
+
+    @torch.no_grad()
+    def step_parameter(self, parameter: Tensor) -> None:
+        """Step one parameter from its gradient: what optimizer-in-backward calls.
+
+        The ranks that hold its shards take or skip it together.
+
+        Raises:
+            ValueError: for granularity `tensor` on a sharded weight, whose scale needs a collective of its own.
+        """
+        group = next(group for group in self.param_groups if any(parameter is p for p in group["params"]))
+        if self._gradients_are_bad([parameter], everyone=[parameter]):
+            return
+        if self._step_or_wait(parameter, group) is not None:
+            raise ValueError("expected row or block scales for optimizer-in-backward, got granularity 'tensor'")
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for name, low, high in (("lr", 0.0, float("inf")), ("weight_decay", 0.0, float("inf"))):
+            if not low <= float(group[name]) < high:
+                raise ValueError(f"expected {name} >= 0 and finite, got {group[name]}")
+        scalars = self._scalars(group)
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= scalars.get(name, 0.0) < 1.0:
+                raise ValueError(f"expected {name} in [0, 1), got {scalars[name]}")
+        if not scalars.get("eps", 1.0) > 0.0:
+            raise ValueError(f"expected eps > 0, got {scalars['eps']}: a zero gradient would divide 0 by 0")
+        if scalars["beta1"] == 0.0 and any(_compensation(p) is Compensation.MOMENTUM for p in group["params"]):
+            raise ValueError(
+                "expected beta1 (SGD: momentum) > 0 for compensation 'momentum', got 0: there is no momentum to carry "
+                "the rounding error; use compensation 'residual' (recipe 'fp8-residual')"
+            )
+
+    def _work(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use dense ones")
+                yield parameter, group
+
+    def _gradients_are_bad(self, parameters: list[Tensor], everyone: list[Tensor] | None = None) -> bool:
+        """Whether any rank has a gradient that cannot be used; all ranks get the same answer."""
+        everyone = everyone or [parameter for group in self.param_groups for parameter in group["params"]]
+        good = [is_steppable(local(cast(Tensor, parameter.grad))) for parameter in parameters]
+        if not agreed_bad(good, everyone):
+            return False
+        self.skipped_steps += 1
+        if self.nonfinite == "raise":
+            here = sum(not bool(flag) for flag in good)
+            where = f"{here} parameters of this rank" if here else "another rank"
+            rank = f" (rank {dist.get_rank()})" if dist.is_initialized() else ""
+            raise FloatingPointError(
+                f"expected finite gradients below 2^63, got others on {where}{rank}; nothing was changed. "
+                "Lower the learning rate or clip gradients, or pass nonfinite='skip' to leave such steps out"
+            )
+        return True
+
+    def _step_or_wait(self, parameter: Tensor, group: dict[str, Any]) -> tuple[Pending, Hyper] | None:
+        """Step a parameter now, or return it where its owners must agree on an absmax first."""
+        state = self.state[parameter]
+        if not state:
+            state.update(allocate_state(parameter, second_moment=self._second_moment))
+        if float(group["lr"]) == 0.0:
+            return None
+        grad = local(cast(Tensor, parameter.grad))
+        if group["maximize"]:
+            grad = -grad
+        hyper = self._hyper(parameter, group, state)
+        state[StateKey.STEP].fill_(hyper.step)
+        if StateKey.LR_PEAK in state:
+            after = hyper.schedule.advance(hyper.lr)
+            state[StateKey.LR_PEAK].fill_(after.peak)
+            state[StateKey.LR_LAST].fill_(after.last)
+        if not is_quantized(parameter):
+            self._step_plain(parameter, grad, state, hyper)
+            return None
+        shard = self._shard(parameter, state)
+        pending = begin(shard, grad, hyper, self._rule)
+        if shard.scale_group is not None:
+            return pending, hyper
+        finish(pending, self.seed, hyper, self.stats)
+        return None
+
+    def _step_plain(self, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:
+        weight = local(parameter)
+        moments = {key: local(state[key]) for key in (StateKey.EXP_AVG, StateKey.EXP_AVG_SQ) if key in state}
+        updated, _ = self._rule(weight.float(), grad.float(), moments, hyper)
+        weight.copy_(updated)
+
+    def _hyper(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Hyper:
+        weight = local(parameter)
+        injects = isinstance(weight, QuantizedWeight) and weight.recipe.compensation is Compensation.MOMENTUM
+        schedule = Schedule()
+        if StateKey.LR_PEAK in state:
+            schedule = Schedule(peak=float(state[StateKey.LR_PEAK]), last=float(state[StateKey.LR_LAST]))
+        return Hyper(
+            lr=float(group["lr"]),
+            weight_decay=float(group["weight_decay"]),
+            step=int(state[StateKey.STEP]) + 1,
+            # Parameters that inject nothing take the rule as it is.
+            injection=cast(QuantizedWeight, weight).recipe.injection if injects else Injection.PAPER,
+            schedule=schedule,
+            **self._scalars(group),
+        )
+
+    def _shard(self, parameter: Tensor, state: dict[str, Tensor]) -> Shard:
+        weight = local(parameter)
+        assert isinstance(weight, QuantizedWeight)
+        cut = weight.recipe.granularity is not None and weight.recipe.granularity.value == "tensor"
+        return Shard(
+            codes=weight.codes,
+            scales=weight.scales,
+            recipe=weight.recipe,
+            columns=weight.shape[-1],
+            first_row=first_row(parameter),
+            tensor_id=self._stream(parameter),
+            state={key: local(value) for key, value in state.items()},
+            scale_group=scale_group(parameter) if cut else None,
+        )
+
+    def _stream(self, parameter: Tensor) -> int:
+        """Number of the parameter's stream of random bits, unique in this optimizer.
+
+        Models converted block by block repeat names, and equal streams would round all blocks alike.
+        """
+        if id(parameter) not in self._streams:
+            taken: set[int] = set()
+            for group in self.param_groups:
+                for other in filter(is_quantized, group["params"]):
+                    number = cast(QuantizedWeight, local(other)).tensor_id
+                    while number in taken:
+                        number = (number + 1) & 0x0FFFFFFF
+                    taken.add(number)
+                    self._streams[id(other)] = number
+        return self._streams[id(parameter)]
+
+
+def _compensation(parameter: Tensor) -> Compensation | None:
+    weight = local(parameter)
+    return weight.recipe.compensation if isinstance(weight, QuantizedWeight) else None

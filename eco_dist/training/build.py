@@ -1,0 +1,157 @@
+"""From a configuration to the parts of a run: recipe, text, model on its engine, optimizer, schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from eco_dist.engines import fsdp2, single
+from eco_dist.memory import MemoryReport, plan
+from eco_dist.models import Llama, llama_config
+from eco_dist.optim import ECOSGD, ECOAdamW
+from eco_dist.recipe import Recipe
+from eco_dist.training.config import OptimizerConfig, RecipeConfig, TrainConfig
+from eco_dist.training.data import find_documents, split_documents
+from eco_dist.training.metrics import METRICS_FILE
+from eco_dist.training.overrides import to_plain
+from eco_dist.training.plain_weights import load_plain_weights
+from eco_dist.training.ranks import Ranks
+from eco_dist.training.summary import SUMMARY_FILE
+from eco_dist.training.tokens import TokenFile, load_tokenizer, open_tokens, write_tokens
+from eco_dist.weights import ConversionReport
+
+__all__ = ["Text", "build_model", "build_optimizer", "build_recipe", "open_run_directory", "open_text"]
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+REMOVE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """The tokens of a run and the size of their vocabulary."""
+
+    train: TokenFile
+    heldout: TokenFile
+    vocabulary: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltModel:
+    """A model ready to train, what was converted, and what it will hold.
+
+    Attributes:
+        model: converted, sharded and on its device.
+        conversion: what was quantized and what was not.
+        planned: predicted memory, made before anything was converted.
+        parameters, block_parameters: numbers of weights, all and without embedding and head.
+    """
+
+    model: nn.Module
+    conversion: ConversionReport
+    planned: MemoryReport
+    parameters: int
+    block_parameters: int
+
+
+def build_recipe(config: RecipeConfig) -> Recipe:
+    """The named recipe with the changes the configuration makes.
+
+    Raises:
+        ValueError: no such name or value, or parts that do not fit together.
+    """
+    named = Recipe.from_name(config.name)
+    changes = {part.name: getattr(config, part.name) for part in fields(config) if part.name != "name"}
+    given = {
+        name: None if value == REMOVE and name in ("format", "granularity") else value
+        for name, value in changes.items()
+        if value is not None
+    }
+    return named.replace(**given)
+
+
+def open_run_directory(config: TrainConfig) -> Path:
+    """Make the run directory and write the resolved ``config.yaml`` into it; rank 0 only.
+
+    Raises:
+        ValueError: it holds an earlier run and ``run.overwrite`` is false.
+    """
+    directory = config.run.directory
+    if (directory / METRICS_FILE).exists() and not config.run.overwrite:
+        raise ValueError(
+            f"expected a fresh run.directory, got {directory} with an earlier run; "
+            "choose another one or set run.overwrite=true"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / SUMMARY_FILE).unlink(missing_ok=True)  # it stands for a finished run, which this one is not yet
+    (directory / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False), encoding="utf-8")
+    return directory
+
+
+def open_text(config: TrainConfig, ranks: Ranks) -> Text:
+    """Find, split and tokenize the text on rank 0, and map the token files on every rank; collective.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such text or tokenizer, or too little text.
+    """
+    data, directory = config.data, config.run.directory
+
+    def write() -> None:
+        split = split_documents(find_documents(data.path, data.suffixes), data.heldout)
+        write_tokens(split, directory, tokenizer=data.tokenizer, vocabulary=data.vocabulary)
+
+    ranks.on_first(write)
+    return Text(
+        train=open_tokens(directory, "train", data.seq_len),
+        heldout=open_tokens(directory, "heldout", data.seq_len),
+        vocabulary=load_tokenizer(data.tokenizer, directory).vocabulary,
+    )
+
+
+def build_model(config: TrainConfig, recipe: Recipe, vocabulary: int, ranks: Ranks) -> BuiltModel:
+    """Draw or load the weights, predict the memory, then convert and place the model; the same on all ranks.
+
+    Raises:
+        ValueError: the weights of ``model.init_from`` do not fit, or the recipe cannot hold a weight.
+    """
+    shape = llama_config(config.model.preset, vocabulary=vocabulary, activations=config.model.activations)
+    model = Llama(shape, seed=config.run.seed)
+    if config.model.init_from is not None:
+        load_plain_weights(model, config.model.init_from)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    name = config.engine.name
+    planned = plan(model, recipe, engine=name, world_size=ranks.world_size, optimizer=config.optimizer.name)
+    model.to(ranks.device)
+    if name == "fsdp2":
+        conversion = fsdp2.shard_model(model, recipe, compute_dtype=COMPUTE_DTYPES[config.engine.compute])
+    else:
+        conversion = single.prepare(model, recipe)
+    return BuiltModel(
+        model=model,
+        conversion=conversion,
+        planned=planned,
+        parameters=parameters,
+        block_parameters=shape.block_parameters,
+    )
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig, *, seed: int) -> ECOAdamW | ECOSGD:
+    """`ECOAdamW` or `ECOSGD` over the parameters that train; one-dimensional ones without decay unless asked.
+
+    Args:
+        model: converted and, if it is to be, sharded.
+        config: learning rate, moments, decay.
+        seed: of the stochastic rounding.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    vector_decay = config.weight_decay if config.decay_norms else 0.0
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": vector_decay}]
+    if config.name == "sgd":
+        return ECOSGD(groups, config.lr, config.momentum, config.weight_decay, seed=seed)
+    return ECOAdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, config.weight_decay, seed=seed)

@@ -1,0 +1,203 @@
+"""The configuration of a training run: frozen, keyword-only sections, validated where they are declared.
+
+Read it from YAML and overrides with `eco_dist.training.overrides.load_config`, where a field is ``section.field``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+
+__all__ = [
+    "HEADLINE",
+    "DataConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RecipeConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+]
+
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+HEADLINE = {"model": "preset", "recipe": "name", "engine": "name", "optimizer": "name"}
+"""Sections that may be given as one word: ``recipe=fp8`` means ``recipe.name=fp8``."""
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ModelConfig:
+    """What is trained.
+
+    Args:
+        preset: a name of `eco_dist.models.PRESETS`.
+        activations: ``fp8`` rounds the input of each block linear to E4M3 (paper §2).
+        init_from: a safetensors file of plain fp32/bf16 weights to start from, such as an earlier run's
+            ``weights.safetensors``; None draws them from ``run.seed``.
+    """
+
+    preset: str = "tiny"
+    activations: Literal["none", "fp8"] = "none"
+    init_from: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class RecipeConfig:
+    """How weights are stored: a named recipe, and changes to single parts of it.
+
+    Args:
+        name: a name of `eco_dist.recipe.RECIPES`.
+        format, granularity, rounding, compensation, injection, moments, residual: the value of that field of `Recipe`;
+            null keeps the named recipe's, the word ``none`` removes it (a BF16 weight has granularity ``none``).
+    """
+
+    name: str = "fp8"
+    format: str | None = None
+    granularity: str | None = None
+    rounding: str | None = None
+    compensation: str | None = None
+    injection: str | None = None
+    moments: str | None = None
+    residual: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DataConfig:
+    """What it is trained on.
+
+    Args:
+        path: a text file or a folder; None takes Python's own standard library, found on the machine.
+        suffixes: which files of a folder are text.
+        tokenizer: ``bytes``; ``bpe`` to train one on the training split; or the path of a ``tokenizer.json``.
+        vocabulary: size of the vocabulary ``bpe`` is trained to.
+        seq_len: tokens a sequence.
+        batch: sequences an optimizer step, over all ranks and all accumulated micro-batches together.
+        heldout: share of the files (of the bytes, for a single file) kept for validation.
+    """
+
+    path: Path | None = None
+    suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")
+    tokenizer: str = "bytes"
+    vocabulary: Annotated[int, Field(ge=257, le=65_536)] = 4096
+    seq_len: Positive = 128
+    batch: Positive = 16
+    heldout: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class OptimizerConfig:
+    """How weights move.
+
+    Args:
+        name: ``adamw`` (`ECOAdamW`) or ``sgd`` (`ECOSGD`).
+        lr: peak learning rate.
+        beta1, beta2, eps: AdamW's; the defaults are the paper's.
+        momentum: SGD's.
+        weight_decay: decoupled decay.
+        decay_norms: decay one-dimensional weights (norms) too.
+        clip: largest global gradient norm; None leaves gradients as they are.
+    """
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: Annotated[float, Field(ge=0.0)] = 1e-3
+    beta1: Beta = 0.9
+    beta2: Beta = 0.98
+    eps: Annotated[float, Field(gt=0.0)] = 1e-9
+    momentum: Beta = 0.9
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    decay_norms: bool = False
+    clip: Annotated[float, Field(gt=0.0)] | None = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ScheduleConfig:
+    """The learning rate over the run: linear warmup, then cosine.
+
+    Args:
+        warmup: share of the steps spent warming up.
+        warmup_start: learning rate of the first step, as a share of the peak.
+        final: learning rate the cosine ends at, as a share of the peak.
+    """
+
+    warmup: Share = 0.1
+    warmup_start: Share = 0.01
+    final: Share = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class RunConfig:
+    """How long, where to, and what is written.
+
+    Args:
+        directory: everything the run writes goes here.
+        steps: optimizer steps.
+        seed: of the initial weights, the order of the data and the stochastic rounding.
+        accumulate: micro-batches an optimizer step.
+        log_every, eval_every: steps between log lines and between validations (the last step always has both).
+        eval_sequences: how many held-out sequences a validation reads; the same ones every time and on any world size.
+        overwrite: allow ``directory`` to hold an earlier run, which is replaced.
+        tensorboard: write TensorBoard events too (extra ``tensorboard``).
+        plot: write ``loss.png`` at the end (extra ``plot``).
+        save_weights: write ``weights.safetensors`` at the end.
+    """
+
+    directory: Path = Path("runs/latest")
+    steps: Positive = 200
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    accumulate: Positive = 1
+    log_every: Positive = 10
+    eval_every: Positive = 50
+    eval_sequences: Positive = 64
+    overwrite: bool = False
+    tensorboard: bool = False
+    plot: bool = True
+    save_weights: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class EngineConfig:
+    """Who shards the weights.
+
+    Args:
+        name: ``single`` (one process) or ``fsdp2`` (PyTorch's ``fully_shard``, under torchrun).
+        ranks: the world size the run is meant for; None takes the world it finds.
+        compute: dtype of the forward and backward pass.
+        device: ``auto`` takes CUDA where there is one.
+        timeout_s: seconds a collective may wait for a rank before the run fails.
+    """
+
+    name: Literal["single", "fsdp2"] = "single"
+    ranks: Positive | None = None
+    compute: Literal["fp32", "bf16"] = "fp32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: Positive = 600
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TrainConfig:
+    """All sections of a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    @model_validator(mode="after")
+    def _batch_splits(self) -> TrainConfig:
+        if self.data.batch % self.run.accumulate:
+            raise ValueError(
+                f"expected data.batch divisible by run.accumulate, got {self.data.batch} and {self.run.accumulate}; "
+                "change one of the two"
+            )
+        return self

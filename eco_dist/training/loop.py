@@ -1,0 +1,302 @@
+"""The training loop: build, step, measure, report.
+
+Every rank runs the same steps on its own slice of the same global batches. Rank 0 alone writes files and prints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from eco_dist.memory import MemoryReport, WireMeter, compare_table, measure
+from eco_dist.models import llama_config, next_token_loss
+from eco_dist.recipe import Recipe
+from eco_dist.training.build import (
+    COMPUTE_DTYPES,
+    BuiltModel,
+    Text,
+    build_model,
+    build_optimizer,
+    build_recipe,
+    open_run_directory,
+    open_text,
+)
+from eco_dist.training.config import TrainConfig
+from eco_dist.training.display import Display
+from eco_dist.training.evaluate import Evaluator
+from eco_dist.training.metrics import MetricsWriter, StepMetrics, read_metrics
+from eco_dist.training.plain_weights import save_plain_weights
+from eco_dist.training.plot import plot_losses
+from eco_dist.training.ranks import Ranks, open_ranks
+from eco_dist.training.sampler import WindowSampler
+from eco_dist.training.schedule import warmup_cosine
+from eco_dist.training.summary import Summary
+
+__all__ = ["train"]
+
+
+def train(config: TrainConfig) -> Summary:
+    """Train a model as ``config`` says, and write metrics, summary, memory report, weights and plot to its directory.
+
+    Collective under torchrun: every rank calls it with the same configuration.
+
+    Raises:
+        ValueError: the configuration cannot be run: an impossible recipe, a wrong world size, too little text, weights
+            of another model, a directory that holds a run.
+        FileNotFoundError: a file it names is missing.
+    """
+    recipe = build_recipe(config.recipe)
+    llama_config(config.model.preset, vocabulary=1)  # an unknown preset fails here, before anything is written
+    with open_ranks(config.engine) as ranks:
+        _check_batch(config, ranks)
+        ranks.on_first(lambda: open_run_directory(config))
+        text = open_text(config, ranks)
+        built = build_model(config, recipe, text.vocabulary, ranks)
+        with Display(recipe.name, config.run.steps, shown=ranks.is_first) as display:
+            trainer = Trainer(config, recipe, text, built, ranks, display)
+            trainer.run()
+        return trainer.finish()
+
+
+def _check_batch(config: TrainConfig, ranks: Ranks) -> None:
+    """Refuse a batch that does not split evenly over ranks and micro-batches."""
+    parts = ranks.world_size * config.run.accumulate
+    if config.data.batch % parts:
+        raise ValueError(
+            f"expected data.batch divisible by ranks * run.accumulate = {ranks.world_size} * {config.run.accumulate}, "
+            f"got {config.data.batch}; change data.batch"
+        )
+
+
+class Trainer:
+    """One run in progress: model, optimizer, data and what has been measured so far."""
+
+    def __init__(
+        self, config: TrainConfig, recipe: Recipe, text: Text, built: BuiltModel, ranks: Ranks, display: Display
+    ) -> None:
+        self.config, self.recipe, self.text, self.built = config, recipe, text, built
+        self.ranks, self.display = ranks, display
+        self.model = built.model
+        self.optimizer = build_optimizer(self.model, config.optimizer, seed=config.run.seed)
+        shape = config.schedule
+        self.scheduler = warmup_cosine(
+            self.optimizer, config.run.steps, warmup=shape.warmup, warmup_start=shape.warmup_start, final=shape.final
+        )
+        self.sampler = WindowSampler(
+            windows=text.train.windows,
+            batch=config.data.batch,
+            seed=config.run.seed,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+        self.micro_batch = config.data.batch // (ranks.world_size * config.run.accumulate)
+        self.evaluate = Evaluator(
+            text.heldout,
+            wanted=config.run.eval_sequences,
+            batch=self.micro_batch,
+            ranks=ranks,
+            compute=self.compute_context,
+        )
+        self.window = LogWindow(ranks)
+        self.measured: MemoryReport | None = None
+        self.wire_bytes: list[dict[str, int]] = []
+        self.last: StepMetrics | None = None
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        """All steps, with their log lines and validations."""
+        self._announce()
+        started = time.perf_counter()
+        with self._open_metrics() as writer:
+            for step in range(1, self.config.run.steps + 1):
+                logs, validates = self._due(step)
+                self.optimizer.collect_stats = logs
+                lr = float(self.scheduler.get_last_lr()[0])
+                grad_norm = self._measured_step(step)
+                self.scheduler.step()
+                self.display.advance()
+                if logs:
+                    self._log(step, lr, grad_norm, validates, writer)
+        self.seconds = time.perf_counter() - started
+
+    def finish(self) -> Summary:
+        """Write what remains of a run, and sum it up; collective."""
+        directory = self.config.run.directory
+        if self.config.run.save_weights:
+            save_plain_weights(self.model, directory / "weights.safetensors", self.ranks)
+        summary = self._summary()
+        if self.ranks.is_first:
+            summary.write(directory)
+            self._plot(directory)
+            self.display.print(f"{self.recipe.name}: wrote {directory} after {self.seconds:.1f} s")
+        return summary
+
+    def compute_context(self) -> AbstractContextManager[object]:
+        """Context of a forward pass: autocast on one process; FSDP2's own policy casts on a sharded model."""
+        if self.config.engine.name == "single" and self.config.engine.compute == "bf16":
+            return torch.autocast(self.ranks.device.type, dtype=COMPUTE_DTYPES["bf16"])
+        return nullcontext()
+
+    def _announce(self) -> None:
+        config, built = self.config, self.built
+        self.display.print(
+            f"{config.model.preset}: {built.parameters:,} parameters, {built.block_parameters:,} without embedding and "
+            f"head; {len(self.text.train.tokens):,} training and {len(self.text.heldout.tokens):,} held-out tokens"
+        )
+        self.display.print(built.conversion.table())
+
+    def _open_metrics(self) -> AbstractContextManager[MetricsWriter | None]:
+        if not self.ranks.is_first:
+            return nullcontext()
+        return MetricsWriter(self.config.run.directory, tensorboard=self.config.run.tensorboard)
+
+    def _due(self, step: int) -> tuple[bool, bool]:
+        """Whether a log line and a validation are due after this step."""
+        run = self.config.run
+        validates = step % run.eval_every == 0 or step == run.steps
+        return validates or step == 1 or step % run.log_every == 0, validates
+
+    def _measured_step(self, step: int) -> float:
+        """A step; the first one is followed by the memory report, the second one runs under the wire meter.
+
+        The first step of a sharded engine also sets things up, so its traffic is not that of a step.
+        """
+        if step != min(2, self.config.run.steps):
+            norm = self._step()
+        else:
+            with WireMeter() as meter:
+                norm = self._step()
+            self.wire_bytes = self.ranks.gather({name: int(count) for name, count in meter.bytes.items()})
+        if step == 1:
+            self._measure_memory()
+        return norm
+
+    def _step(self) -> float:
+        """Gradients of one global batch, clipping, the optimizer's step; returns the gradient norm before clipping."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for inputs, targets in self._micro_batches():
+            with self.compute_context():
+                loss = next_token_loss(self.model(inputs), targets)
+            loss = loss / self.config.run.accumulate
+            loss.backward()
+            self.window.add(loss.detach(), targets.numel())
+        clip = self.config.optimizer.clip
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if clip is None else clip)
+        self.optimizer.step()
+        self.window.steps += 1
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        windows = self.sampler.next_batch()
+        for first in range(0, len(windows), self.micro_batch):
+            inputs, targets = self.text.train.batch(windows[first : first + self.micro_batch])
+            yield inputs.to(self.ranks.device), targets.to(self.ranks.device)
+
+    def _measure_memory(self) -> None:
+        self.measured = measure(self.model, self.optimizer)
+        planned = self.built.planned
+        self.display.print(compare_table(planned, self.measured))
+        if self.ranks.is_first:
+            content = {"planned": planned.to_json(), "measured": self.measured.to_json()}
+            (self.config.run.directory / "memory.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+    def _log(self, step: int, lr: float, grad_norm: float, validates: bool, writer: MetricsWriter | None) -> None:
+        loss, tokens_per_second = self.window.close()
+        rms_error, moved_share = self._stats()
+        self.last = StepMetrics(
+            step=step,
+            loss=loss,
+            val_loss=self.evaluate(self.model) if validates else None,
+            lr=lr,
+            tokens_per_second=tokens_per_second,
+            grad_norm=grad_norm,
+            rms_quantization_error=rms_error,
+            moved_share=moved_share,
+            skipped_steps=self.optimizer.skipped_steps,
+        )
+        self.window.open()
+        self.display.show(self.last)
+        if writer is not None:
+            writer.write(self.last)
+
+    def _stats(self) -> tuple[float | None, float | None]:
+        """sqrt(sum e^2 / sum weight^2) and the share of stored weights that moved, of all ranks; None without codes."""
+        stats = self.optimizer.stats
+        own = (stats.sum_squared_error, stats.sum_squared_weight, stats.moved, stats.elements) if stats else (0.0,) * 4
+        error, weight, moved, elements = self.ranks.sum(own)
+        if not elements:
+            return None, None
+        return math.sqrt(error / weight) if weight else 0.0, moved / elements
+
+    def _summary(self) -> Summary:
+        planned, measured, last = self.built.planned, self.measured, self.last
+        assert measured is not None
+        assert last is not None
+        assert last.val_loss is not None
+        ranks = range(self.ranks.world_size)
+        return Summary(
+            recipe=self.recipe.name,
+            engine=self.config.engine.name,
+            world_size=self.ranks.world_size,
+            steps=self.config.run.steps,
+            seconds=self.seconds,
+            loss=last.loss,
+            val_loss=last.val_loss,
+            parameters=self.built.parameters,
+            block_parameters=self.built.block_parameters,
+            planned_static_bytes=[planned.static_bytes(rank) for rank in ranks],
+            measured_static_bytes=[measured.static_bytes(rank) for rank in ranks],
+            planned_bytes_per_parameter=planned.bytes_per_parameter(),
+            measured_bytes_per_parameter=measured.bytes_per_parameter(),
+            planned_quantized_bytes_per_parameter=_if_any(planned.quantized_bytes_per_parameter()),
+            measured_quantized_bytes_per_parameter=_if_any(measured.quantized_bytes_per_parameter()),
+            wire_bytes_per_step=self.wire_bytes,
+            skipped_steps=last.skipped_steps,
+        )
+
+    def _plot(self, directory: Path) -> None:
+        if not self.config.run.plot:
+            return
+        try:
+            title = f"{self.config.model.preset}, recipe {self.recipe.name}"
+            plot_losses({self.recipe.name: read_metrics(directory)}, directory / "loss.png", title=title)
+        except ValueError as error:  # a finished run is not lost for want of a picture
+            self.display.print(f"no plot: {error}")
+
+
+def _if_any(value: float) -> float | None:
+    """None for the nan of an empty mean, which JSON cannot hold."""
+    return None if math.isnan(value) else value
+
+
+class LogWindow:
+    """Training loss and tokens since the last log line; time spent in validation does not count."""
+
+    def __init__(self, ranks: Ranks, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._ranks, self._clock = ranks, clock
+        self.open()
+
+    def open(self) -> None:
+        """Start anew."""
+        self._loss: Tensor | float = 0.0
+        self._tokens = self.steps = 0
+        self._started = self._clock()
+
+    def add(self, loss: Tensor, tokens: int) -> None:
+        """Add one micro-batch: its share of a step's loss, and its tokens on this rank."""
+        self._loss = self._loss + loss.double()
+        self._tokens += tokens
+
+    def close(self) -> tuple[float, float]:
+        """Mean loss a step over all ranks, and tokens a second of all ranks; collective."""
+        seconds = max(self._clock() - self._started, 1e-9)
+        loss, tokens = self._ranks.sum([float(self._loss), float(self._tokens)])
+        return loss / (max(self.steps, 1) * self._ranks.world_size), tokens / seconds

@@ -1,0 +1,1 @@
+"""Plain reference implementations: no arithmetic of eco_dist is imported here."""
