@@ -1,4 +1,4 @@
-"""The command line: ``eco-dist train | compare | recipes``.
+"""The command line: ``eco-dist train | compare | recipes | experiment``.
 
 A user's mistake (an unknown key, an impossible recipe, a missing file, a wrong world size) gives one sentence on stderr
 and exit code 2, on rank 0 alone but with that code on all ranks. A failure of the program itself gives its traceback.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -82,10 +82,32 @@ class Recipes:
         _console().print(table)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Repeat a study of the docs; what of it is finished in the directory is not done again.
+
+    Args:
+        name: `finetune`: every recipe on the same trained weights (docs/convergence.md).
+        directory: where its runs go; default runs/NAME.
+        seeds: seeds to run.
+    """
+
+    name: tyro.conf.Positional[Literal["finetune"]]
+    directory: Path | None = None
+    seeds: tuple[int, ...] = (0, 1)
+
+    def run(self) -> None:
+        """Run the study and print its table."""
+        from eco_dist.experiments import finetune
+
+        _console().print(finetune.run(self.directory or Path("runs") / self.name, seeds=self.seeds).table())
+
+
 Command = (
     Annotated[Train, tyro.conf.subcommand("train", prefix_name=False)]
     | Annotated[Compare, tyro.conf.subcommand("compare", prefix_name=False)]
     | Annotated[Recipes, tyro.conf.subcommand("recipes", prefix_name=False)]
+    | Annotated[Experiment, tyro.conf.subcommand("experiment", prefix_name=False)]
 )
 
 

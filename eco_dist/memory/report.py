@@ -91,10 +91,10 @@ class MemoryReport:
         """Static bytes of all ranks together over the parameters of the model."""
         return sum(rank.static_bytes for rank in self.ranks) / max(self.parameters, 1)
 
-    def quantized_bytes_per_parameter(self) -> float:
-        """Static bytes of quantized weights over their elements, scales included, padding not; nan without any."""
+    def quantized_bytes_per_parameter(self) -> float | None:
+        """Static bytes of quantized weights over their elements, scales included, padding not; None without any."""
         elements = sum(rank.quantized_parameters for rank in self.ranks)
-        return sum(rank.quantized_bytes for rank in self.ranks) / elements if elements else float("nan")
+        return sum(rank.quantized_bytes for rank in self.ranks) / elements if elements else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain dictionary; bytes are raw integers."""

@@ -48,12 +48,14 @@ class BuiltModel:
         model: converted, sharded and on its device.
         conversion: what was quantized and what was not.
         planned: predicted memory, made before anything was converted.
+        baseline: the same for the model with fp32 master weights, which the recipe replaces.
         parameters, block_parameters: numbers of weights, all and without embedding and head.
     """
 
     model: nn.Module
     conversion: ConversionReport
     planned: MemoryReport
+    baseline: MemoryReport
     parameters: int
     block_parameters: int
 
@@ -124,7 +126,10 @@ def build_model(config: TrainConfig, recipe: Recipe, vocabulary: int, ranks: Ran
         load_plain_weights(model, config.model.init_from)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = config.engine.name
-    planned = plan(model, recipe, engine=name, world_size=ranks.world_size, optimizer=config.optimizer.name)
+    planned, baseline = (
+        plan(model, stored, engine=name, world_size=ranks.world_size, optimizer=config.optimizer.name)
+        for stored in (recipe, "fp32-master")
+    )
     model.to(ranks.device)
     if name == "fsdp2":
         conversion = fsdp2.shard_model(model, recipe, compute_dtype=COMPUTE_DTYPES[config.engine.compute])
@@ -134,6 +139,7 @@ def build_model(config: TrainConfig, recipe: Recipe, vocabulary: int, ranks: Ran
         model=model,
         conversion=conversion,
         planned=planned,
+        baseline=baseline,
         parameters=parameters,
         block_parameters=shape.block_parameters,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from eco_dist.training.ranks import Ranks, open_ranks
 from eco_dist.training.sampler import WindowSampler
 from eco_dist.training.schedule import warmup_cosine
 from eco_dist.training.summary import Summary
+from eco_dist.training.window import LogWindow
 
 __all__ = ["train"]
 
@@ -203,9 +204,10 @@ class Trainer:
     def _measure_memory(self) -> None:
         self.measured = measure(self.model, self.optimizer)
         planned = self.built.planned
-        self.display.print(compare_table(planned, self.measured))
+        self.display.print(compare_table(planned, self.measured, self.built.baseline))
         if self.ranks.is_first:
-            content = {"planned": planned.to_json(), "measured": self.measured.to_json()}
+            reports = {"planned": planned, "measured": self.measured, "baseline": self.built.baseline}
+            content = {name: report.to_json() for name, report in reports.items()}
             (self.config.run.directory / "memory.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
 
     def _log(self, step: int, lr: float, grad_norm: float, validates: bool, writer: MetricsWriter | None) -> None:
@@ -256,8 +258,8 @@ class Trainer:
             measured_static_bytes=[measured.static_bytes(rank) for rank in ranks],
             planned_bytes_per_parameter=planned.bytes_per_parameter(),
             measured_bytes_per_parameter=measured.bytes_per_parameter(),
-            planned_quantized_bytes_per_parameter=_if_any(planned.quantized_bytes_per_parameter()),
-            measured_quantized_bytes_per_parameter=_if_any(measured.quantized_bytes_per_parameter()),
+            planned_quantized_bytes_per_parameter=planned.quantized_bytes_per_parameter(),
+            measured_quantized_bytes_per_parameter=measured.quantized_bytes_per_parameter(),
             wire_bytes_per_step=self.wire_bytes,
             skipped_steps=last.skipped_steps,
         )
@@ -270,33 +272,3 @@ class Trainer:
             plot_losses({self.recipe.name: read_metrics(directory)}, directory / "loss.png", title=title)
         except ValueError as error:  # a finished run is not lost for want of a picture
             self.display.print(f"no plot: {error}")
-
-
-def _if_any(value: float) -> float | None:
-    """None for the nan of an empty mean, which JSON cannot hold."""
-    return None if math.isnan(value) else value
-
-
-class LogWindow:
-    """Training loss and tokens since the last log line; time spent in validation does not count."""
-
-    def __init__(self, ranks: Ranks, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._ranks, self._clock = ranks, clock
-        self.open()
-
-    def open(self) -> None:
-        """Start anew."""
-        self._loss: Tensor | float = 0.0
-        self._tokens = self.steps = 0
-        self._started = self._clock()
-
-    def add(self, loss: Tensor, tokens: int) -> None:
-        """Add one micro-batch: its share of a step's loss, and its tokens on this rank."""
-        self._loss = self._loss + loss.double()
-        self._tokens += tokens
-
-    def close(self) -> tuple[float, float]:
-        """Mean loss a step over all ranks, and tokens a second of all ranks; collective."""
-        seconds = max(self._clock() - self._started, 1e-9)
-        loss, tokens = self._ranks.sum([float(self._loss), float(self._tokens)])
-        return loss / (max(self.steps, 1) * self._ranks.world_size), tokens / seconds
