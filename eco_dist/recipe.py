@@ -110,6 +110,11 @@ class Recipe:
         """Whether weights become codes at all."""
         return self.format is not None
 
+    @property
+    def injects(self) -> bool:
+        """Whether the error goes into the momentum."""
+        return self.compensation is Compensation.MOMENTUM
+
     def replace(self, **changes: Any) -> Recipe:
         """A copy with some fields changed; enum fields also accept their value as a string.
 
@@ -163,13 +168,16 @@ def _as_enum(field: str, value: Any) -> enum.Enum:
         raise ValueError(f"expected recipe.{field} to be one of {allowed}, got {value!r}") from None
 
 
+# What a residual keeps is not lost, so the stored weight may as well be the nearest one.
+_RESIDUAL = Recipe(compensation=Compensation.RESIDUAL, rounding=Rounding.NEAREST)
+
 RECIPES: types.MappingProxyType[str, Recipe] = types.MappingProxyType(
     {
         "fp8": Recipe(),
         "fp8-bf16": Recipe(moments=MomentFormat.BF16),
-        "fp8-8bit": Recipe(moments=MomentFormat.DYNAMIC8),
-        "fp8-residual": Recipe(compensation=Compensation.RESIDUAL),
-        "fp8-residual-8bit": Recipe(compensation=Compensation.RESIDUAL, moments=MomentFormat.DYNAMIC8),
+        "fp8-8bit": Recipe(moments=MomentFormat.FP8),
+        "fp8-residual": _RESIDUAL,
+        "fp8-residual-8bit": _RESIDUAL.replace(moments=MomentFormat.FP8),
         "paper": Recipe(granularity=Granularity.ROW, injection=Injection.PAPER),
         "int4": Recipe(format=Format.INT4, granularity=Granularity.TENSOR),
         "bf16": Recipe(format=Format.BF16, granularity=None),

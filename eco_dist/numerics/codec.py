@@ -46,7 +46,8 @@ def scale_from_absmax(absmax: Tensor, format: Format) -> Tensor:
     Returns:
         fp32 of the same shape: absmax / max, a normal number with a finite max * scale; 1 where absmax is 0.
     """
-    scale = (absmax / format.grid.max).clamp_(SMALLEST_SCALE, LARGEST_VALUE / format.grid.max)
+    # A product with the rounded reciprocal, as the kernels compute it; division differs by one ulp now and then.
+    scale = (absmax * (1 / format.grid.max)).clamp_(SMALLEST_SCALE, LARGEST_VALUE / format.grid.max)
     return torch.where(absmax == 0, torch.ones_like(scale), scale)
 
 

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from eco_dist.numerics import Granularity
 from eco_dist.optim.agreement import agree_on_absmax, agreed_bad
-from eco_dist.optim.rules import Hyper, Schedule
+from eco_dist.optim.kernels import kernel_for
+from eco_dist.optim.rules import Hyper, Rule, Schedule
 from eco_dist.optim.shard import Shard, StateKey, check_placements, first_row, is_quantized, local, scale_group
 from eco_dist.optim.state import allocate_state, restore_dtypes
-from eco_dist.optim.step import Pending, StepStats, begin, finish, is_steppable
+from eco_dist.optim.step import StepStats, Task, step_plain
 from eco_dist.recipe import Compensation, Injection
 from eco_dist.weights import QuantizedWeight
 
@@ -32,7 +34,7 @@ class ECOOptimizer(Optimizer):
         stats: sums over this rank's quantized weights in the last step; None if it was skipped or not collected.
     """
 
-    _second_moment: bool
+    _rule: Rule
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, seed: int, nonfinite: str) -> None:
         """Check arguments and parameters; see the subclasses."""
@@ -47,10 +49,6 @@ class ECOOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     # --- what subclasses say ----------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _rule(theta: Tensor, grad: Tensor, moments: dict[str, Tensor], hyper: Hyper) -> tuple[Tensor, Tensor | float]:
-        raise NotImplementedError
 
     def _scalars(self, group: dict[str, Any]) -> dict[str, float]:
         """Rule-specific fields of `Hyper`."""
@@ -84,7 +82,7 @@ class ECOOptimizer(Optimizer):
         try:
             super().load_state_dict(state_dict)
             for parameter, state in self.state.items():
-                restored = restore_dtypes(parameter, state, second_moment=self._second_moment)
+                restored = restore_dtypes(parameter, state, second_moment=self._rule is Rule.ADAMW)
                 self.state[parameter] = restored
         except Exception:
             self.state, self.param_groups = before
@@ -118,10 +116,7 @@ class ECOOptimizer(Optimizer):
         if self._gradients_are_bad([parameter for parameter, _ in work]):
             return loss
         self.stats = StepStats() if self.collect_stats else None
-        waiting = [left for item in work if (left := self._step_or_wait(*item)) is not None]
-        agree_on_absmax([pending for pending, _ in waiting])
-        for pending, hyper in waiting:
-            finish(pending, self.seed, hyper, self.stats)
+        self._step_tasks([task for item in work if (task := self._task(*item)) is not None])
         return loss
 
     @torch.no_grad()
@@ -129,15 +124,11 @@ class ECOOptimizer(Optimizer):
         """Step one parameter from its gradient: what optimizer-in-backward calls.
 
         The ranks that hold its shards take or skip it together.
-
-        Raises:
-            ValueError: for granularity `tensor` on a sharded weight, whose scale needs a collective of its own.
         """
         group = next(group for group in self.param_groups if any(parameter is p for p in group["params"]))
-        if self._gradients_are_bad([parameter], everyone=[parameter]):
-            return
-        if self._step_or_wait(parameter, group) is not None:
-            raise ValueError("expected row or block scales for optimizer-in-backward, got granularity 'tensor'")
+        if not self._gradients_are_bad([parameter], everyone=[parameter]):
+            task = self._task(parameter, group)
+            self._step_tasks([] if task is None else [task])
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -169,7 +160,8 @@ class ECOOptimizer(Optimizer):
     def _gradients_are_bad(self, parameters: list[Tensor], everyone: list[Tensor] | None = None) -> bool:
         """Whether any rank has a gradient that cannot be used; all ranks get the same answer."""
         everyone = everyone or [parameter for group in self.param_groups for parameter in group["params"]]
-        good = [is_steppable(local(cast(Tensor, parameter.grad))) for parameter in parameters]
+        grads = [local(cast(Tensor, parameter.grad)) for parameter in parameters]
+        good = [kernel_for(grad.device).is_steppable(grad) for grad in grads]
         if not agreed_bad(good, everyone):
             return False
         self.skipped_steps += 1
@@ -183,16 +175,14 @@ class ECOOptimizer(Optimizer):
             )
         return True
 
-    def _step_or_wait(self, parameter: Tensor, group: dict[str, Any]) -> tuple[Pending, Hyper] | None:
-        """Step a parameter now, or return it where its owners must agree on an absmax first."""
+    def _task(self, parameter: Tensor, group: dict[str, Any]) -> Task | None:
+        """The shard of a quantized weight and what to do with it; a plain parameter is stepped here and now."""
         state = self.state[parameter]
         if not state:
-            state.update(allocate_state(parameter, second_moment=self._second_moment))
+            state.update(allocate_state(parameter, second_moment=self._rule is Rule.ADAMW))
         if float(group["lr"]) == 0.0:
             return None
         grad = local(cast(Tensor, parameter.grad))
-        if group["maximize"]:
-            grad = -grad
         hyper = self._hyper(parameter, group, state)
         state[StateKey.STEP].fill_(hyper.step)
         if StateKey.LR_PEAK in state:
@@ -200,20 +190,21 @@ class ECOOptimizer(Optimizer):
             state[StateKey.LR_PEAK].fill_(after.peak)
             state[StateKey.LR_LAST].fill_(after.last)
         if not is_quantized(parameter):
-            self._step_plain(parameter, grad, state, hyper)
+            step_plain(local(parameter), grad, {key: local(value) for key, value in state.items()}, self._rule, hyper)
             return None
-        shard = self._shard(parameter, state)
-        pending = begin(shard, grad, hyper, self._rule)
-        if shard.scale_group is not None:
-            return pending, hyper
-        finish(pending, self.seed, hyper, self.stats)
-        return None
+        return Task(shard=self._shard(parameter, state), grad=grad, rule=self._rule, hyper=hyper)
 
-    def _step_plain(self, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:
-        weight = local(parameter)
-        moments = {key: local(state[key]) for key in (StateKey.EXP_AVG, StateKey.EXP_AVG_SQ) if key in state}
-        updated, _ = self._rule(weight.float(), grad.float(), moments, hyper)
-        weight.copy_(updated)
+    def _step_tasks(self, tasks: list[Task]) -> None:
+        """Step shards, a call to each device's kernel; owners of a cut scale group agree on its absmax first."""
+        by_device: dict[torch.device, list[Task]] = {}
+        for task in tasks:
+            by_device.setdefault(task.shard.codes.device, []).append(task)
+        for device, members in by_device.items():
+            kernel = kernel_for(device)
+            whole = [task for task in members if task.shard.recipe.granularity is Granularity.TENSOR]
+            kernel.measure(whole)
+            agree_on_absmax([task for task in whole if task.shard.scale_group is not None])
+            kernel.step(members, self.seed, self.stats)
 
     def _hyper(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Hyper:
         weight = local(parameter)
@@ -225,6 +216,7 @@ class ECOOptimizer(Optimizer):
             lr=float(group["lr"]),
             weight_decay=float(group["weight_decay"]),
             step=int(state[StateKey.STEP]) + 1,
+            maximize=group["maximize"],
             # Parameters that inject nothing take the rule as it is.
             injection=cast(QuantizedWeight, weight).recipe.injection if injects else Injection.PAPER,
             schedule=schedule,
@@ -234,7 +226,7 @@ class ECOOptimizer(Optimizer):
     def _shard(self, parameter: Tensor, state: dict[str, Tensor]) -> Shard:
         weight = local(parameter)
         assert isinstance(weight, QuantizedWeight)
-        cut = weight.recipe.granularity is not None and weight.recipe.granularity.value == "tensor"
+        cut = weight.recipe.granularity is Granularity.TENSOR
         return Shard(
             codes=weight.codes,
             scales=weight.scales,

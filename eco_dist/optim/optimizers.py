@@ -7,10 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from eco_dist.optim import rules
 from eco_dist.optim.base import ECOOptimizer
-from eco_dist.optim.rules import Hyper
-from eco_dist.optim.shard import StateKey
+from eco_dist.optim.rules import Rule
 
 
 class ECOAdamW(ECOOptimizer):
@@ -19,7 +17,7 @@ class ECOAdamW(ECOOptimizer):
     Quantized weights are stepped as their recipe says; every other parameter takes ordinary AdamW in its own dtype.
     """
 
-    _second_moment = True
+    _rule = Rule.ADAMW
 
     def __init__(
         self,
@@ -52,10 +50,6 @@ class ECOAdamW(ECOOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, seed=seed, nonfinite=nonfinite)
 
-    @staticmethod
-    def _rule(theta: Tensor, grad: Tensor, moments: dict[str, Tensor], hyper: Hyper) -> tuple[Tensor, Tensor | float]:
-        return rules.adamw(theta, grad, moments[StateKey.EXP_AVG], moments[StateKey.EXP_AVG_SQ], hyper)
-
     def _scalars(self, group: dict[str, Any]) -> dict[str, float]:
         beta1, beta2 = group["betas"]
         return {"beta1": float(beta1), "beta2": float(beta2), "eps": float(group["eps"])}
@@ -68,7 +62,7 @@ class ECOSGD(ECOOptimizer):
     is lr * (1 - beta). Weight decay is decoupled.
     """
 
-    _second_moment = False
+    _rule = Rule.SGD
 
     def __init__(
         self,
@@ -84,10 +78,6 @@ class ECOSGD(ECOOptimizer):
         """Create the optimizer; arguments as for `ECOAdamW`, `momentum` is the paper's beta."""
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, seed=seed, nonfinite=nonfinite)
-
-    @staticmethod
-    def _rule(theta: Tensor, grad: Tensor, moments: dict[str, Tensor], hyper: Hyper) -> tuple[Tensor, Tensor | float]:
-        return rules.sgd(theta, grad, moments[StateKey.EXP_AVG], hyper)
 
     def _scalars(self, group: dict[str, Any]) -> dict[str, float]:
         return {"beta1": float(group["momentum"])}

@@ -4,15 +4,15 @@
     theta-tilde = rule(theta, gradient, moments)      this module
     theta-hat   = decode(encode(theta-tilde))         eco_dist.numerics
     e           = theta-tilde - theta-hat             quantization error
-    exp_avg    += gain * e                            compensation `momentum`, gain from this module
+    exp_avg    += gain * e (* d)                      compensation `momentum`
 
 AdamW (ECO, Alg. 3), with t the number of the step, c1 = 1 - beta1^t, c2 = 1 - beta2^t:
     m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2;   d = sqrt(v / c2) + eps
     theta-tilde = (1 - lr wd) theta - (lr / c1) m / d
-    gain        = (1 - 1/beta1) c1 d / lr             v never sees e
+    m          += (1 - 1/beta1) (c1 / lr) d e         v never sees e
 
 SGD with momentum (ECO, Alg. 2), in the averaging form with the factor (1 - beta):
-    m = beta m + (1 - beta) g;   theta-tilde = (1 - lr wd) theta - lr m;   gain = (1 - 1/beta) / lr
+    m = beta m + (1 - beta) g;   theta-tilde = (1 - lr wd) theta - lr m;   m += (1 - 1/beta) / lr e
 
 [Note: injection]
 The gain is negative: e is paid back as beta^k lr m over the next steps, which is right only while lr (and d) stay what
@@ -22,13 +22,18 @@ they were at injection.
 * `auto` (default): divides by max(lr, 10 % of the largest lr seen), and when the lr jumps up multiplies the momentum
   by the ratio of the divisors, so that what is pending keeps its size in weight units.
 * `displacement`: the momentum is kept in weight units, u = beta1 u + lr (1 - beta1) g / d; theta-tilde =
-  (1 - lr wd) theta - u; gain = 1 - 1/beta1, constant and exact for any schedule. It normalizes, then accumulates
+  (1 - lr wd) theta - u; u += (1 - 1/beta1) e, constant and exact for any schedule. It normalizes, then accumulates
   (the order of LaProp), so it is close to AdamW but not AdamW.
+
+[Note: order of operations]
+Every operation below is one rounding to fp32: products and sums are never fused, and scalars are rounded to fp32 once
+(`Scalars`). The kernels do the same operations in the same order and are bit-equal on every instruction set.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 
 from torch import Tensor
@@ -41,6 +46,13 @@ LR_FLOOR = 0.1
 LR_JUMP = 3.0
 """Injection `auto` rescales the momentum when its divisor grows by more than this factor in one step. A linear warmup
 from zero doubles at its second step and must not count as a jump."""
+
+
+class Rule(enum.Enum):
+    """Which update."""
+
+    ADAMW = "adamw"
+    SGD = "sgd"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +69,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hyper:
-    """Scalars of one step of one parameter.
+    """Hyper-parameters of one step of one parameter.
 
     Attributes:
         lr: learning rate, > 0.
@@ -66,6 +78,7 @@ class Hyper:
         eps: added to the square root; unused by SGD.
         weight_decay: decoupled, multiplied by lr.
         step: number of this step, from 1.
+        maximize: ascend instead of descend.
         injection: form of the injection.
         schedule: learning rates before this step; read by `auto` alone.
     """
@@ -76,6 +89,7 @@ class Hyper:
     eps: float = 0.0
     weight_decay: float = 0.0
     step: int = 1
+    maximize: bool = False
     injection: Injection = Injection.PAPER
     schedule: Schedule = Schedule()
 
@@ -97,9 +111,53 @@ def _divisor(lr: float, peak: float) -> float:
     return max(lr, LR_FLOOR * peak)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scalars:
+    """What a step multiplies with; each is rounded to fp32 where it is used.
+
+    m = m beta1 + g factor1;  v = v beta2 + g^2 factor2;  d = sqrt(v) root2 + eps
+    theta-tilde = theta decay - (m / d) step_size;  m += e d gain            (AdamW)
+    m = m beta1 + (g / d) factor1;  theta-tilde = theta decay - m;  m += e gain   (AdamW, displacement)
+    m = m beta1 + g factor1;  theta-tilde = theta decay - m step_size;  m += e gain   (SGD)
+    g is the gradient times grad_scale.
+    """
+
+    grad_scale: float
+    beta1: float
+    factor1: float
+    beta2: float
+    factor2: float
+    root2: float
+    eps: float
+    decay: float
+    step_size: float
+    gain: float
+
+
+def scalars_of(rule: Rule, hyper: Hyper) -> Scalars:
+    """Scalars of a step, from its hyper-parameters."""
+    displaces = hyper.injection is Injection.DISPLACEMENT
+    correction1 = 1 - hyper.beta1**hyper.step if rule is Rule.ADAMW else 1.0
+    correction2 = 1 - hyper.beta2**hyper.step
+    # beta1 = 0 leaves no momentum to carry the error; optimizers refuse it, other compensations ignore the gain.
+    gain = 1 - 1 / hyper.beta1 if hyper.beta1 > 0 else 0.0
+    return Scalars(
+        grad_scale=-1.0 if hyper.maximize else 1.0,
+        beta1=hyper.beta1 * hyper.momentum_rescale,
+        factor1=(1 - hyper.beta1) * (hyper.lr if displaces else 1.0),
+        beta2=hyper.beta2,
+        factor2=1 - hyper.beta2,
+        root2=1 / math.sqrt(correction2),
+        eps=hyper.eps,
+        decay=1 - hyper.lr * hyper.weight_decay,
+        step_size=1.0 if displaces else hyper.lr / correction1,
+        gain=gain if displaces else gain * correction1 / hyper.injection_lr,
+    )
+
+
 def adamw(
-    theta: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: Hyper
-) -> tuple[Tensor, Tensor | float]:
+    theta: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars, *, displacement: bool = False
+) -> tuple[Tensor, Tensor]:
     """One AdamW step.
 
     Args:
@@ -107,38 +165,38 @@ def adamw(
         grad: gradient, fp32, same shape.
         exp_avg: first moment, fp32, same shape; updated in place.
         exp_avg_sq: second moment, fp32, same shape; updated in place.
-        hyper: scalars.
+        scalars: of `scalars_of(Rule.ADAMW, …)`.
+        displacement: whether the momentum is kept in weight units.
 
     Returns:
-        The updated weight theta-tilde and the gain of the injection (a tensor like theta, or a number).
+        The updated weight theta-tilde, and d.
     """
-    correction1 = 1 - hyper.beta1**hyper.step
-    correction2 = 1 - hyper.beta2**hyper.step
-    exp_avg_sq.mul_(hyper.beta2).addcmul_(grad, grad, value=1 - hyper.beta2)
-    denominator = exp_avg_sq.sqrt().div_(math.sqrt(correction2)).add_(hyper.eps)
-    decayed = theta * (1 - hyper.lr * hyper.weight_decay)
-    if hyper.injection is Injection.DISPLACEMENT:
-        exp_avg.mul_(hyper.beta1).addcdiv_(grad, denominator, value=hyper.lr * (1 - hyper.beta1))
-        return decayed.sub_(exp_avg), _gain(hyper, 1.0)
-    _accumulate(exp_avg, grad, hyper)
-    updated = decayed.addcdiv_(exp_avg, denominator, value=-hyper.lr / correction1)
-    return updated, denominator.mul_(_gain(hyper, correction1 / hyper.injection_lr))
+    grad = grad * scalars.grad_scale
+    exp_avg_sq.mul_(scalars.beta2).add_((grad * grad).mul_(scalars.factor2))
+    denominator = exp_avg_sq.sqrt().mul_(scalars.root2).add_(scalars.eps)
+    decayed = theta * scalars.decay
+    if displacement:
+        exp_avg.mul_(scalars.beta1).add_((grad / denominator).mul_(scalars.factor1))
+        return decayed.sub_(exp_avg), denominator
+    exp_avg.mul_(scalars.beta1).add_(grad.mul_(scalars.factor1))
+    return decayed.sub_((exp_avg / denominator).mul_(scalars.step_size)), denominator
 
 
-def sgd(theta: Tensor, grad: Tensor, exp_avg: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor | float]:
-    """One step of SGD with momentum in the averaging form; arguments and result as `adamw`."""
-    decayed = theta * (1 - hyper.lr * hyper.weight_decay)
-    if hyper.injection is Injection.DISPLACEMENT:
-        exp_avg.mul_(hyper.beta1).add_(grad, alpha=hyper.lr * (1 - hyper.beta1))
-        return decayed.sub_(exp_avg), _gain(hyper, 1.0)
-    _accumulate(exp_avg, grad, hyper)
-    return decayed.sub_(exp_avg, alpha=hyper.lr), _gain(hyper, 1 / hyper.injection_lr)
+def sgd(theta: Tensor, grad: Tensor, exp_avg: Tensor, scalars: Scalars) -> Tensor:
+    """One step of SGD with momentum in the averaging form (or in weight units: the scalars differ, not the rule)."""
+    exp_avg.mul_(scalars.beta1).add_((grad * scalars.grad_scale).mul_(scalars.factor1))
+    return (theta * scalars.decay).sub_(exp_avg * scalars.step_size)
 
 
-def _accumulate(exp_avg: Tensor, grad: Tensor, hyper: Hyper) -> None:
-    exp_avg.mul_(hyper.beta1 * hyper.momentum_rescale).add_(grad, alpha=1 - hyper.beta1)
+def inject(exp_avg: Tensor, error: Tensor, denominator: Tensor | None, scalars: Scalars) -> None:
+    """Put the quantization error into the momentum: m += e d gain, or m += e gain where there is no d.
 
-
-def _gain(hyper: Hyper, per_unit: float) -> float:
-    # beta1 = 0 leaves no momentum to carry the error; optimizers refuse it, other compensations ignore the gain.
-    return (1 - 1 / hyper.beta1) * per_unit if hyper.beta1 > 0 else 0.0
+    Args:
+        exp_avg: first moment, fp32; updated in place.
+        error: e, fp32, same shape; used up.
+        denominator: AdamW's d; None for SGD and for the displacement form.
+        scalars: of this step.
+    """
+    if denominator is not None:
+        error.mul_(denominator)
+    exp_avg.add_(error.mul_(scalars.gain))

@@ -62,6 +62,11 @@ class Shard:
         """Logical local shape."""
         return (*self.codes.shape[:-1], self.columns)
 
+    @property
+    def rows(self) -> int:
+        """Rows held here, leading dimensions flattened."""
+        return math.prod(self.codes.shape[:-1])
+
     def stream(self, seed: int, step: int, purpose: int = 0) -> Stream:
         """Random bits of one step."""
         return Stream(seed=seed, tensor=self.tensor_id, step=step, purpose=purpose)

@@ -1,13 +1,13 @@
-"""The step of a shard: decode, rule, encode, compensate. The same code for every engine and every recipe.
+"""The step of a shard, in plain torch: decode, rule, encode, compensate.
 
-`begin` ends where a scale group cut by a shard border needs its owners to agree on the absmax; `finish` does the rest.
-Nothing of the shard changes before `finish`.
+This is the reference that every kernel equals bit for bit. It allocates a few fp32 tensors of the shard's size; the
+kernels allocate none.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
 
 import torch
 from torch import Tensor
@@ -24,17 +24,19 @@ from eco_dist.numerics import (
 )
 from eco_dist.numerics.codec import unpack
 from eco_dist.numerics.groups import expand_to_elements
-from eco_dist.optim.rules import Hyper
+from eco_dist.optim import rules
+from eco_dist.optim.rules import Hyper, Rule, Scalars, scalars_of
 from eco_dist.optim.shard import Shard, StateKey
-from eco_dist.recipe import Compensation, ResidualFormat
+from eco_dist.recipe import Compensation, Injection, ResidualFormat
 
 RESIDUAL_STEPS = 127
 """An 8-bit residual counts in 1/127 of the grid step at the stored weight, which no error exceeds."""
 
-_RESIDUAL_PURPOSE = 3
+RESIDUAL_PURPOSE = 3
+"""`Stream.purpose` of an 8-bit residual's rounding."""
 
-Rule = Callable[[Tensor, Tensor, dict[str, Tensor], Hyper], tuple[Tensor, Tensor | float]]
-"""(theta, gradient, decoded moments by state key, scalars) -> (updated weight, gain); moments change in place."""
+GRADIENT_LIMIT = 2.0**63
+"""Gradients must stay below, so that g^2 is finite: an infinite second moment would poison the injection."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -62,60 +64,95 @@ class StepStats:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Pending:
-    """A shard between `begin` and `finish`: its updated weight, moments and gain, all transient."""
+class Task:
+    """A shard to step.
+
+    Attributes:
+        shard: changed in place.
+        grad: gradient of its rows, finite, fp32 or bf16.
+        rule: which update.
+        hyper: hyper-parameters of this step; lr > 0.
+        absmax: largest magnitude of the updated weight where the owners of a cut scale group had to agree on it.
+    """
 
     shard: Shard
-    updated: Tensor
-    moments: dict[str, Tensor]
-    gain: Tensor | float
-    absmax: Tensor | None
+    grad: Tensor
+    rule: Rule
+    hyper: Hyper
+    absmax: Tensor | None = None
+
+    @functools.cached_property
+    def scalars(self) -> Scalars:
+        """What the step multiplies with."""
+        return scalars_of(self.rule, self.hyper)
 
 
-def begin(shard: Shard, grad: Tensor, hyper: Hyper, rule: Rule) -> Pending:
-    """Updated weight of a shard.
-
-    Args:
-        shard: the shard; not modified.
-        grad: gradient of the local rows, fp32 or bf16, finite.
-        hyper: scalars of this step; lr > 0.
-        rule: update rule.
-    """
-    moments = _decode_moments(shard)
-    updated, gain = rule(_weight_before(shard), grad.float(), moments, hyper)
-    absmax = None if shard.recipe.granularity is None else group_absmax(updated, shard.recipe.granularity)
-    return Pending(shard=shard, updated=updated, moments=moments, gain=gain, absmax=absmax)
+def measure_absmax(task: Task) -> None:
+    """Set a task's absmax from this rank's rows; the shard does not change."""
+    updated, _, _ = _update(task)
+    assert task.shard.recipe.granularity is not None
+    task.absmax = group_absmax(updated, task.shard.recipe.granularity)
 
 
-def finish(pending: Pending, seed: int, hyper: Hyper, stats: StepStats | None = None) -> None:
-    """Round the updated weight, put its error where the recipe says, and store everything in place.
+def step(task: Task, seed: int, stats: StepStats | None = None) -> None:
+    """Step a shard in place.
 
     Args:
-        pending: result of `begin`, its absmax agreed on by all owners of a group.
-        seed: seed of the run.
-        hyper: scalars of this step.
+        task: the shard, its gradient and hyper-parameters.
+        seed: seed of the run's random bits.
         stats: sums to add to.
     """
-    shard, updated, recipe = pending.shard, pending.updated, pending.shard.recipe
+    shard, recipe = task.shard, task.shard.recipe
     assert recipe.format is not None
+    updated, denominator, moments = _update(task)
     halves = None
     if recipe.rounding is Rounding.STOCHASTIC:
-        halves = random_halves(shard.stream(seed, hyper.step), shard.shape, shard.first_row, updated.device)
+        halves = random_halves(shard.stream(seed, task.hyper.step), shard.shape, shard.first_row, updated.device)
     before = _codes_by_value(shard) if stats is not None else None
-    codes, scales = encode(updated, recipe.format, recipe.granularity, halves=halves, absmax=pending.absmax)
+    codes, scales = encode(updated, recipe.format, recipe.granularity, halves=halves, absmax=task.absmax)
     shard.codes.copy_(codes)
     shard.scales.copy_(scales)
-    stored = _stored(shard)
-    error = updated - stored
+    error = updated - _stored(shard)
     if stats is not None and before is not None:
         stats.add(updated, error, before, _codes_by_value(shard))
     if recipe.compensation is Compensation.MOMENTUM:
-        pending.moments[StateKey.EXP_AVG].add_(error.mul_(pending.gain))
+        rules.inject(moments[StateKey.EXP_AVG], error, denominator, task.scalars)
     elif recipe.compensation is Compensation.RESIDUAL:
-        _store_residual(shard, error, seed, hyper.step)
+        _store_residual(shard, error, seed, task.hyper.step)
     elif recipe.compensation is Compensation.MASTER:
         shard.state[StateKey.MASTER].copy_(updated)
-    _encode_moments(shard, pending.moments)
+    _encode_moments(shard, moments)
+
+
+def step_plain(weight: Tensor, grad: Tensor, state: dict[str, Tensor], rule: Rule, hyper: Hyper) -> None:
+    """Ordinary step of a high-precision parameter, in place."""
+    scalars = scalars_of(rule, hyper)
+    if rule is Rule.SGD:
+        updated = rules.sgd(weight.float(), grad.float(), state[StateKey.EXP_AVG], scalars)
+    else:
+        moments = state[StateKey.EXP_AVG], state[StateKey.EXP_AVG_SQ]
+        updated, _ = rules.adamw(weight.float(), grad.float(), *moments, scalars)
+    weight.copy_(updated)
+
+
+def is_steppable(grad: Tensor) -> Tensor:
+    """Whether a gradient is finite and below `GRADIENT_LIMIT`, as a 0-dimensional bool tensor (no synchronization)."""
+    if grad.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=grad.device)
+    return grad.abs().amax() < GRADIENT_LIMIT
+
+
+def _update(task: Task) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """Updated weight, AdamW's d where the injection needs it, and new moments in fp32, all in tensors of their own."""
+    shard = task.shard
+    moments = _decode_moments(shard)
+    theta, grad = _weight_before(shard), task.grad.float()
+    if task.rule is Rule.SGD:
+        return rules.sgd(theta, grad, moments[StateKey.EXP_AVG], task.scalars), None, moments
+    displaces = task.hyper.injection is Injection.DISPLACEMENT
+    first, second = moments[StateKey.EXP_AVG], moments[StateKey.EXP_AVG_SQ]
+    updated, denominator = rules.adamw(theta, grad, first, second, task.scalars, displacement=displaces)
+    return updated, None if displaces else denominator, moments
 
 
 def _stored(shard: Shard) -> Tensor:
@@ -144,7 +181,7 @@ def _residual_unit(shard: Shard) -> Tensor:
     step = grid_step(_codes_by_value(shard), recipe.format)
     if recipe.granularity is not None:
         step = step * expand_to_elements(shard.scales, shard.columns, recipe.granularity)
-    return step / RESIDUAL_STEPS
+    return step * (1 / RESIDUAL_STEPS)
 
 
 def _load_residual(shard: Shard) -> Tensor:
@@ -156,7 +193,7 @@ def _store_residual(shard: Shard, error: Tensor, seed: int, step: int) -> None:
     if shard.recipe.residual is ResidualFormat.INT8:
         # Always stochastic: rounding to nearest would lose every update smaller than half a count, and with it the
         # slow drift that a residual is kept for.
-        stream = shard.stream(seed, step, _RESIDUAL_PURPOSE)
+        stream = shard.stream(seed, step, RESIDUAL_PURPOSE)
         halves = random_halves(stream, shard.shape, shard.first_row, error.device)
         noise = (2 * halves + 1) * 2.0**-17
         error = (error / _residual_unit(shard)).add_(noise).round_().clamp_(-RESIDUAL_STEPS, RESIDUAL_STEPS)
@@ -167,7 +204,7 @@ _MOMENTS = ((StateKey.EXP_AVG, StateKey.EXP_AVG_SCALE, False), (StateKey.EXP_AVG
 
 
 def _decode_moments(shard: Shard) -> dict[str, Tensor]:
-    """fp32 copies of the moments: the stored ones must survive a step that is given up."""
+    """fp32 copies of the moments."""
     return {
         key: decode_moment(shard.state[key], shard.state.get(scale), shard.recipe.moments, second=second)
         for key, scale, second in _MOMENTS
@@ -183,13 +220,3 @@ def _encode_moments(shard: Shard, moments: dict[str, Tensor]) -> None:
         shard.state[key].copy_(stored)
         if scale is not None:
             shard.state[scale_key].copy_(scale)
-
-
-def is_steppable(grad: Tensor) -> Tensor:
-    """Whether a gradient is finite and its square is too, as a 0-dimensional bool tensor (no synchronization).
-
-    The limit 2^63 keeps g^2 below fp32's largest number: an infinite second moment would poison the injection.
-    """
-    if grad.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=grad.device)
-    return grad.abs().amax() < 2.0**63

@@ -1,0 +1,74 @@
+"""Backends of the step, one a device, all bit-equal to the reference.
+
+| backend | device | needs |
+|---|---|---|
+| `cpu` | CPU | a C++ compiler at first use, or a wheel that carries the library |
+| `reference` | any | nothing |
+
+`ECO_DIST_KERNEL=reference` (or `cpu`) chooses by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eco_dist.optim.kernels.build import BuildError
+from eco_dist.optim.kernels.cpu import load
+from eco_dist.optim.kernels.reference import ReferenceKernel
+from eco_dist.optim.step import StepStats, Task
+
+logger = logging.getLogger(__name__)
+
+
+class Kernel(Protocol):
+    """What a backend can do with tasks whose tensors are on its device."""
+
+    name: str
+
+    def measure(self, tasks: Sequence[Task]) -> None:
+        """Set the absmax of every task's updated weight; the shards do not change."""
+
+    def step(self, tasks: Sequence[Task], seed: int, stats: StepStats | None) -> None:
+        """Step every shard in place."""
+
+    def is_steppable(self, grad: Tensor) -> bool | Tensor:
+        """Whether every element of a gradient is finite and its magnitude below 2^63."""
+
+
+def kernel_for(device: torch.device) -> Kernel:
+    """The backend for a device.
+
+    Raises:
+        ValueError: if ECO_DIST_KERNEL names no backend.
+    """
+    choice = os.environ.get("ECO_DIST_KERNEL", "")
+    if choice not in ("", "cpu", "reference"):
+        raise ValueError(f"expected ECO_DIST_KERNEL to be 'cpu', 'reference' or unset, got {choice!r}")
+    if device.type != "cpu" or choice == "reference":
+        return _reference()
+    return _cpu(choice == "cpu")
+
+
+@functools.cache
+def _reference() -> Kernel:
+    return ReferenceKernel()
+
+
+@functools.cache
+def _cpu(required: bool) -> Kernel:
+    try:
+        return load()
+    except BuildError as error:
+        if required:
+            raise
+        logger.warning(
+            "the fused CPU step is not available (%s); the plain torch step is used, many times slower", error
+        )
+        return _reference()

@@ -1,0 +1,227 @@
+// One block of up to 128 elements: update, round, compensate, store. Everything between lives in L1.
+#pragma once
+#include <algorithm>
+#include <cfloat>
+#include "formats.h"
+#include "philox.h"
+#include "shard.h"
+
+constexpr int BLOCK_SIZE = 128;
+constexpr float NOISE_UNIT = 0x1p-17f, SMALLEST_SCALE = 0x1p-126f, RESIDUAL_STEPS = 127;
+
+// fp32 values of the block under way.
+struct Scratch {
+    alignas(64) float weight[BLOCK_SIZE], updated[BLOCK_SIZE], denominator[BLOCK_SIZE], error[BLOCK_SIZE];
+    alignas(64) float m[BLOCK_SIZE], v[BLOCK_SIZE], before[BLOCK_SIZE];
+    Random random;
+};
+
+// Where the block's data lies; a short block is staged here, padded with zeros.
+struct Block {
+    void *codes, *exp_avg, *exp_avg_sq, *extra;
+    const void* grad;
+    float *scale, *exp_avg_scale, *exp_avg_sq_scale;
+    int length;
+    int64_t number;  // global, for random bits
+};
+
+INLINE float scale_of(int32_t absmax_bits, float max) {
+    float absmax;
+    memcpy(&absmax, &absmax_bits, 4);
+    if (absmax == 0) return 1;
+    const float largest = (float)(FLT_MAX * (1 - 0x1p-23) / (double)max);
+    return std::min(std::max(absmax * (1.0f / max), SMALLEST_SCALE), largest);
+}
+
+INLINE void unpack_int4(const uint8_t* packed, int8_t* out, int n = BLOCK_SIZE) {
+    for (int i = 0; i < n; i += 2) {
+        int8_t pair = (int8_t)packed[i / 2];
+        out[i] = (int8_t)((uint8_t)pair << 4) >> 4;
+        out[i + 1] = pair >> 4;
+    }
+}
+
+template <Format F> INLINE void read_codes(const void* codes, float* out) {
+    alignas(64) int8_t nibbles[BLOCK_SIZE];
+    if constexpr (F == INT4) {
+        unpack_int4((const uint8_t*)codes, nibbles);
+        codes = nibbles;
+    }
+    constexpr int bytes = F == BF16 ? 2 : 1;
+    for (int i = 0; i < BLOCK_SIZE; i += VL) store(out + i, value_of<F>((const char*)codes + i * bytes));
+}
+
+INLINE void read_eight_bit(const void* codes, float scale, const float* table, bool second, float* out) {
+    for (int i = 0; i < BLOCK_SIZE; i++) out[i] = table[((const uint8_t*)codes)[i]] * scale;
+    if (second) for (int i = 0; i < BLOCK_SIZE; i++) out[i] = out[i] * out[i];
+}
+
+template <Moments M, bool SECOND> INLINE vf moment_at(const void* stored, float scale, const float* unpacked, int i) {
+    if constexpr (M == M_FP32) return load<vf>((const float*)stored + i);
+    else if constexpr (M == M_BF16) return from_bf16(load<vh>((const uint16_t*)stored + i));
+    else if constexpr (M == M_FP8) {
+        vf x = value_of<E4M3>((const uint8_t*)stored + i) * scale;
+        return SECOND ? x * x : x;
+    } else return load<vf>(unpacked + i);
+}
+
+// Updated weight, moments and denominators into scratch; returns the bit pattern of the largest magnitude.
+template <bool INLINE_E4M3, Moments M, bool BF16_GRAD, Rule R>
+static int32_t update(const Shard& s, const Kind& kind, const Block& b, Scratch& x) {
+    const float scale = b.scale ? *b.scale : 1.0f;
+    const float m_scale = b.exp_avg_scale ? *b.exp_avg_scale : 1.0f;
+    const float v_scale = b.exp_avg_sq_scale ? *b.exp_avg_sq_scale : 1.0f;
+    if constexpr (M == M_DYNAMIC8) {
+        read_eight_bit(b.exp_avg, m_scale, kind.dynamic_values[0], false, x.m);
+        if (R != SGD) read_eight_bit(b.exp_avg_sq, v_scale, kind.dynamic_values[1], true, x.v);
+    }
+    vi absmax{};
+    for (int i = 0; i < BLOCK_SIZE; i += VL) {
+        vf w = INLINE_E4M3 ? value_of<E4M3>((const uint8_t*)b.codes + i) * scale : load<vf>(x.weight + i);
+        vf g = BF16_GRAD ? from_bf16(load<vh>((const uint16_t*)b.grad + i)) : load<vf>((const float*)b.grad + i);
+        g = g * s.grad_scale;
+        vf m = moment_at<M, false>(b.exp_avg, m_scale, x.m, i), t;
+        if constexpr (R == SGD) {
+            m = m * s.beta1 + g * s.factor1;
+            t = w * s.decay - m * s.step_size;
+        } else {
+            vf v = moment_at<M, true>(b.exp_avg_sq, v_scale, x.v, i);
+            v = v * s.beta2 + (g * g) * s.factor2;
+            vf d = root(v) * s.root2 + s.eps;
+            if constexpr (R == ADAMW_DISPLACEMENT) {
+                m = m * s.beta1 + (g / d) * s.factor1;
+                t = w * s.decay - m;
+            } else {
+                m = m * s.beta1 + g * s.factor1;
+                t = w * s.decay - (m / d) * s.step_size;
+            }
+            store(x.v + i, v);
+            store(x.denominator + i, d);
+        }
+        store(x.m + i, m);
+        store(x.updated + i, t);
+        absmax = larger(absmax, bits(t) & 0x7fffffff);
+    }
+    return largest_lane(absmax);
+}
+
+// Codes of the updated weight, and its error, with the scale given.
+template <Format F, bool STOCHASTIC> static void encode(const Block& b, float scale, Scratch& x) {
+    const float inverse = 1.0f / scale;
+    alignas(64) int8_t nibbles[BLOCK_SIZE];
+    constexpr int bytes = F == BF16 ? 2 : 1;
+    char* out = F == INT4 ? (char*)nibbles : (char*)b.codes;
+    for (int i = 0; i < BLOCK_SIZE; i += VL) {
+        vf t = load<vf>(x.updated + i), noisy;
+        vi top = STOCHASTIC ? Random::top(x.random, i) : vi{};
+        vf r = round_to_grid<F, STOCHASTIC>(F == BF16 ? t : t * inverse, top, noisy);
+        put_codes<F>(out + i * bytes, r, noisy);
+        store(x.error + i, t - (F == BF16 ? r : r * scale));
+    }
+    if constexpr (F == INT4)
+        for (int i = 0; i < BLOCK_SIZE; i += 2)
+            ((uint8_t*)b.codes)[i / 2] = (uint8_t)((nibbles[i] & 0xF) | (nibbles[i + 1] << 4));
+}
+
+// One count of an 8-bit residual, in weight units, of the codes now in the block.
+template <Format F> INLINE void residual_units(const Block& b, float scale, float* units) {
+    read_codes<F>(b.codes, units);
+    for (int i = 0; i < BLOCK_SIZE; i += VL) {
+        vf step = grid_step<F>(load<vf>(units + i));
+        store(units + i, (F == BF16 ? step : step * scale) * (1.0f / RESIDUAL_STEPS));
+    }
+}
+
+template <Format F> static void load_residual(const Kind& kind, const Block& b, float scale, Scratch& x) {
+    alignas(64) float units[BLOCK_SIZE];
+    if (!kind.residual_is_fp32) residual_units<F>(b, scale, units);
+    for (int i = 0; i < BLOCK_SIZE; i += VL) {
+        vf e = kind.residual_is_fp32
+                   ? load<vf>((const float*)b.extra + i)
+                   : to_float(__builtin_convertvector(load<vsb>((const int8_t*)b.extra + i), vi)) * load<vf>(units + i);
+        store(x.weight + i, load<vf>(x.weight + i) + e);
+    }
+}
+
+template <Format F> static void store_residual(const Kind& kind, const Shard& s, const Block& b, float scale, Scratch& x) {
+    if (kind.residual_is_fp32) {
+        memcpy(b.extra, x.error, sizeof x.error);
+        return;
+    }
+    alignas(64) float units[BLOCK_SIZE];
+    residual_units<F>(b, scale, units);
+    draw(x.random, s.seed, (3u << 28) | s.tensor, s.step, b.number);
+    for (int i = 0; i < BLOCK_SIZE; i += VL) {
+        vf noise = to_float((Random::top(x.random, i) >> 15) | 1) * NOISE_UNIT;
+        vf r = load<vf>(x.error + i) / load<vf>(units + i) + noise;
+        r = (clamp(r, 1024) + 0x1.8p23f) - 0x1.8p23f;
+        store((int8_t*)b.extra + i, __builtin_convertvector(to_int(clamp(r, RESIDUAL_STEPS)), vsb));
+    }
+}
+
+// An eight-bit float moment with one scale; a positive second moment never becomes zero.
+template <bool SECOND> INLINE void put_fp8(float* values, void* out, float* scale) {
+    vi absmax{};
+    for (int i = 0; i < BLOCK_SIZE; i += VL) {
+        vf v = load<vf>(values + i);
+        if (SECOND) store(values + i, v = root(v));
+        absmax = larger(absmax, bits(v) & 0x7fffffff);
+    }
+    const float s = *scale = scale_of(largest_lane(absmax), Grid<E4M3>::max), inverse = 1.0f / s;
+    for (int i = 0; i < BLOCK_SIZE; i += VL) {
+        vf v = load<vf>(values + i), t;
+        vf r = round_to_grid<E4M3, false>(v * inverse, vi{}, t);
+        vi code = minifloat_code<E4M3>(r, t);
+        if (SECOND) code = (v > 0) & (code == 0) ? splat(int32_t(1)) : code;
+        store((uint8_t*)out + i, __builtin_convertvector(code, vb));
+    }
+}
+
+INLINE void put_dynamic(const float* middles, float* values, void* out, float* scale, bool second) {
+    int32_t absmax = 0;
+    for (int i = 0; i < BLOCK_SIZE; i++) {
+        if (second) values[i] = __builtin_sqrtf(values[i]);
+        int32_t b;
+        memcpy(&b, values + i, 4);
+        absmax = std::max(absmax, b & 0x7fffffff);
+    }
+    float s;
+    memcpy(&s, &absmax, 4);
+    s = *scale = s == 0 ? 1 : std::max(s, SMALLEST_SCALE);
+    const float inverse = 1.0f / s;
+    for (int i = 0; i < BLOCK_SIZE; i++) {
+        long code = std::lower_bound(middles, middles + 255, values[i] * inverse) - middles;
+        ((uint8_t*)out)[i] = (uint8_t)(second && values[i] > 0 && code == 0 ? 1 : code);
+    }
+}
+
+INLINE void store_moments(const Kind& kind, const Block& b, Scratch& x) {
+    const bool second = kind.rule != SGD;
+    switch (kind.moments) {
+        case M_FP32:
+            memcpy(b.exp_avg, x.m, sizeof x.m);
+            if (second) memcpy(b.exp_avg_sq, x.v, sizeof x.v);
+            break;
+        case M_BF16:
+            for (int i = 0; i < BLOCK_SIZE; i += VL) {
+                store((uint16_t*)b.exp_avg + i, to_bf16(load<vf>(x.m + i)));
+                if (second) store((uint16_t*)b.exp_avg_sq + i, to_bf16(load<vf>(x.v + i)));
+            }
+            break;
+        case M_FP8:
+            put_fp8<false>(x.m, b.exp_avg, b.exp_avg_scale);
+            if (second) put_fp8<true>(x.v, b.exp_avg_sq, b.exp_avg_sq_scale);
+            break;
+        default:
+            put_dynamic(kind.dynamic_middles[0], x.m, b.exp_avg, b.exp_avg_scale, false);
+            if (second) put_dynamic(kind.dynamic_middles[1], x.v, b.exp_avg_sq, b.exp_avg_sq_scale, true);
+    }
+}
+
+INLINE void inject(const Shard& s, const Kind& kind, Scratch& x) {
+    for (int i = 0; i < BLOCK_SIZE; i += VL) {
+        vf e = load<vf>(x.error + i);
+        if (kind.rule == ADAMW) e = e * load<vf>(x.denominator + i);
+        store(x.m + i, load<vf>(x.m + i) + e * s.gain);
+    }
+}

@@ -1,0 +1,88 @@
+// Vectors of VL lanes on GCC/Clang vector extensions: one source for AVX-512, AVX2 and everything else.
+//
+// The arithmetic must not depend on the width: no fused multiply-add (-ffp-contract=off), IEEE division and square root,
+// so every build gives the same bits as the plain torch reference.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define ECO_ISA "avx512"
+constexpr int VL = 16;
+#elif defined(__AVX2__)
+#define ECO_ISA "avx2"
+constexpr int VL = 8;
+#else
+#define ECO_ISA "portable"
+constexpr int VL = 4;
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(4 * VL)));
+typedef int32_t vi __attribute__((vector_size(4 * VL)));
+typedef uint32_t vu __attribute__((vector_size(4 * VL)));
+typedef uint8_t vb __attribute__((vector_size(VL)));
+typedef int8_t vsb __attribute__((vector_size(VL)));
+typedef uint16_t vh __attribute__((vector_size(2 * VL)));
+
+template <class V> INLINE V load(const void* p) { V x; memcpy(&x, p, sizeof x); return x; }
+template <class V> INLINE void store(void* p, V x) { memcpy(p, &x, sizeof x); }
+INLINE vi bits(vf x) { return (vi)x; }
+INLINE vf floats(vi x) { return (vf)x; }
+INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
+INLINE vi to_int(vf x) { return __builtin_convertvector(x, vi); }
+INLINE vf splat(float x) { return vf{} + x; }
+INLINE vi splat(int32_t x) { return vi{} + x; }
+INLINE vf magnitude(vf x) { return floats(bits(x) & 0x7fffffff); }
+INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
+INLINE vf clamp(vf x, float limit) {
+    x = x > limit ? splat(limit) : x;
+    return x < -limit ? splat(-limit) : x;
+}
+INLINE vf root(vf x) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+    return (vf)_mm256_sqrt_ps((__m256)x);
+#else
+    for (int i = 0; i < VL; i++) x[i] = __builtin_sqrtf(x[i]);
+    return x;
+#endif
+}
+INLINE int32_t largest_lane(vi x) {
+    int32_t m = x[0];
+    for (int i = 1; i < VL; i++) m = x[i] > m ? x[i] : m;
+    return m;
+}
+
+// bf16 <-> fp32: the upper half of the bit pattern; to nearest, ties to even.
+INLINE vf from_bf16(vh x) { return floats(__builtin_convertvector(x, vi) << 16); }
+INLINE vh to_bf16(vf x) {
+    vu b = (vu)x;
+    return __builtin_convertvector((b + 0x7fff + ((b >> 16) & 1)) >> 16, vh);
+}
+
+// Product of each lane with a constant: high and low 32 bits.
+INLINE void multiply(vu a, uint32_t m, vu& high, vu& low) {
+#if defined(__AVX512F__)
+    __m512i f = _mm512_set1_epi64(m), x = (__m512i)a;
+    __m512i even = _mm512_mul_epu32(x, f), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), f);
+    low = (vu)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+    high = (vu)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+#elif defined(__AVX2__)
+    __m256i f = _mm256_set1_epi64x(m), x = (__m256i)a;
+    __m256i even = _mm256_mul_epu32(x, f), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), f);
+    low = (vu)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+    high = (vu)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+#else
+    for (int i = 0; i < VL; i++) {
+        uint64_t p = (uint64_t)a[i] * m;
+        high[i] = (uint32_t)(p >> 32);
+        low[i] = (uint32_t)p;
+    }
+#endif
+}
