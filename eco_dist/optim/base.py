@@ -74,6 +74,11 @@ class ECOOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or pickle needs; streams are keyed by object and found again."""
+        own = {name: getattr(self, name) for name in ("seed", "nonfinite", "skipped_steps", "collect_stats", "stats")}
+        return {**super().__getstate__(), **own, "_streams": {}}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, in the dtypes of each parameter's recipe; on an error nothing is changed.
 
@@ -207,6 +212,7 @@ class ECOOptimizer(Optimizer):
         if shard.scale_group is not None:
             return pending, hyper
         finish(pending, self.seed, hyper, self.stats)
+        torch.autograd.graph.increment_version(parameter)
         return None
 
     def _step_plain(self, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:
