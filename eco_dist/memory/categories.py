@@ -30,6 +30,7 @@ STATE_CATEGORIES = {
     "step": Category.COUNTERS,
     "lr_peak": Category.COUNTERS,
     "lr_last": Category.COUNTERS,
+    "layout": Category.COUNTERS,
     "exp_avg": Category.MOMENTS,
     "exp_avg_sq": Category.MOMENTS,
     "exp_avg_scale": Category.MOMENT_SCALES,

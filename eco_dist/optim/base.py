@@ -72,6 +72,11 @@ class ECOOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or pickle needs; streams are keyed by object and found again."""
+        own = {name: getattr(self, name) for name in ("seed", "nonfinite", "skipped_steps", "collect_stats", "stats")}
+        return {**super().__getstate__(), **own, "_streams": {}}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, in the dtypes of each parameter's recipe; on an error nothing is changed.
 
@@ -192,6 +197,8 @@ class ECOOptimizer(Optimizer):
         if not is_quantized(parameter):
             step_plain(local(parameter), grad, {key: local(value) for key, value in state.items()}, self._rule, hyper)
             return None
+        # The kernels write through pointers that autograd does not see.
+        torch.autograd.graph.increment_version(parameter)
         return Task(shard=self._shard(parameter, state), grad=grad, rule=self._rule, hyper=hyper)
 
     def _step_tasks(self, tasks: list[Task]) -> None:

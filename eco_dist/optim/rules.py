@@ -43,9 +43,9 @@ from eco_dist.recipe import Injection
 LR_FLOOR = 0.1
 """Injection `auto` divides by at least this share of the largest learning rate seen."""
 
-LR_JUMP = 3.0
-"""Injection `auto` rescales the momentum when its divisor grows by more than this factor in one step. A linear warmup
-from zero doubles at its second step and must not count as a jump."""
+LR_JUMP = 5.0
+"""Injection `auto` rescales the momentum when its divisor grows by more than this factor in one step. A warmup from zero
+doubles (linear) or quadruples (cosine) at its second step and must not count as a jump; a restart is one of 1 / LR_FLOOR."""
 
 
 class Rule(enum.Enum):

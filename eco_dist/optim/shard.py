@@ -31,6 +31,7 @@ class StateKey:
     MASTER = "master"
     LR_PEAK = "lr_peak"
     LR_LAST = "lr_last"
+    LAYOUT = "layout"
 
 
 @dataclasses.dataclass(kw_only=True)

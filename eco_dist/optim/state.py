@@ -7,7 +7,9 @@ predicted is what is allocated.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -60,8 +62,19 @@ def state_layout(shape: Sequence[int], recipe: Recipe | None, *, second_moment: 
         if moments.has_scales:
             layout[scale_key] = StateTensor(shape=scale_shape(shape, Granularity.BLOCK), dtype=torch.float32, fill=1)
     if recipe is not None:
+        layout[StateKey.LAYOUT] = StateTensor(shape=(), dtype=torch.float32, fill=_layout_number(recipe))
         layout.update(_compensation_state(tuple(shape), recipe))
     return layout
+
+
+def _layout_number(recipe: Recipe) -> float:
+    """What the stored bytes mean, as a number fp32 holds exactly: E4M3 codes and dynamic-map codes look alike."""
+    meaning = [recipe.moments.value, recipe.compensation.value]
+    if recipe.compensation is Compensation.MOMENTUM:
+        meaning.append(recipe.injection.value)
+    if recipe.compensation is Compensation.RESIDUAL:
+        meaning.append(recipe.residual.value)
+    return float(zlib.crc32("/".join(meaning).encode()) & 0xFFFFFF)
 
 
 def _compensation_state(shape: tuple[int, ...], recipe: Recipe) -> dict[str, StateTensor]:
@@ -124,7 +137,10 @@ def restore_dtypes(parameter: Tensor, state: Mapping[str, object], *, second_mom
     weight = local(parameter)
     recipe = weight.recipe if isinstance(weight, QuantizedWeight) else None
     layout = state_layout(weight.shape, recipe, second_moment=second_moment)
-    if set(layout) != set(state):
+    same = set(layout) == set(state)
+    if same and recipe is not None:
+        same = float(cast(Tensor, state[StateKey.LAYOUT])) == layout[StateKey.LAYOUT].fill
+    if not same:
         name = "high precision" if recipe is None else f"recipe '{recipe.name}'"
         raise ValueError(
             f"expected optimizer state {sorted(layout)} for a parameter in {name}, got {sorted(map(str, state))}; "

@@ -92,6 +92,13 @@ def _getter(name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], getattr(Tensor, name).__get__)
 
 
+def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise NotImplementedError(
+        "assigning .data of a quantized weight would leave its codes as they are; use weight.copy_(values) under "
+        "torch.no_grad(), or replace the parameter"
+    )
+
+
 COMPUTE_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     cast(Callable[..., Any], F.linear): _linear,
     **dict.fromkeys(
@@ -124,5 +131,6 @@ COMPUTE_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
         ),
         _dequantized,
     ),
+    Tensor.data.__set__: _set_data,
 }
 """Functions that use a quantized weight by value."""

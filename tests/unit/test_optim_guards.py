@@ -150,7 +150,7 @@ def test_nonfinite_raise_raises_and_changes_nothing(optimizer_class: type) -> No
     before = everything(model, optimizer)
     set_gradients(model, 2)
     model[0].weight.grad[0, 0] = float("nan")
-    with pytest.raises(FloatingPointError, match="on 1 parameters of this rank; nothing was changed. Lower the"):
+    with pytest.raises(FloatingPointError, match="on 1 parameters of this rank; nothing was changed"):
         optimizer.step()
     assert_equal(before, everything(model, optimizer))
     train(model, optimizer, range(2, 3))

@@ -123,7 +123,7 @@ DIFFERENT = (
 )
 
 
-@pytest.mark.parametrize(("saved", "loaded"), itertools.permutations(DIFFERENT, 2))
+@pytest.mark.parametrize(("saved", "loaded"), list(itertools.permutations(DIFFERENT, 2)))
 def test_state_of_another_recipe_is_refused_and_nothing_changes(saved: str, loaded: str) -> None:
     """Also where keys, shapes or dtypes agree by chance: E4M3 bytes are not dynamic-map bytes, a momentum in weight
     units is not one in gradient units.
@@ -171,7 +171,7 @@ def test_plain_state_of_torch_adamw_loads() -> None:
     ours.step()
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", [ALL["fp8"], ALL["fp8-residual-8bit"]], ids=["fp8", "fp8-residual-8bit"])
 def test_a_deep_copy_continues_bit_for_bit(recipe: Recipe) -> None:
     """Model and optimizer copied together, as early stopping and some trainers do."""
     model, optimizer = build(recipe)

@@ -63,9 +63,7 @@ class Adam:
     def injected(self, stored: np.ndarray, *, lr=LR, times=1.0, bias_step=None, stale_v=False) -> np.ndarray:
         v = self.v_before if stale_v else self.v
         step = bias_step or self.step
-        new = updates.alg3_inject(
-            self.m, v, self.updated - stored, lr=lr, beta1=BETA1, beta2=BETA2, eps=EPS, step=step
-        )
+        new = updates.alg3_inject(self.m, v, self.updated - stored, lr=lr, beta1=BETA1, beta2=BETA2, eps=EPS, step=step)
         return self.m + times * (new - self.m)
 
 
