@@ -13,7 +13,7 @@ from eco_dist.numerics.formats import Format, grid_step
 from eco_dist.numerics.groups import BLOCK_SIZE, Granularity, blocks_per_row, group_absmax, scale_shape
 from eco_dist.numerics.moments import MomentFormat, decode_moment, encode_moment
 from eco_dist.numerics.philox import Stream, random_halves
-from eco_dist.numerics.rounding import Rounding, round_to_grid
+from eco_dist.numerics.rounding import Rounding, round_to_grid, square_root
 
 __all__ = [
     "BLOCK_SIZE",
@@ -37,4 +37,5 @@ __all__ = [
     "round_to_grid",
     "scale_from_absmax",
     "scale_shape",
+    "square_root",
 ]

@@ -27,6 +27,7 @@ from torch import Tensor
 from eco_dist.numerics.codec import SMALLEST_SCALE, decode, encode
 from eco_dist.numerics.formats import Format
 from eco_dist.numerics.groups import Granularity, expand_to_elements, group_absmax
+from eco_dist.numerics.rounding import square_root
 
 DECADES = 7
 
@@ -80,7 +81,7 @@ def encode_moment(values: Tensor, format: MomentFormat, *, second: bool) -> tupl
     if format is MomentFormat.BF16:
         return values.to(torch.bfloat16), None
     if second:
-        values = values.sqrt()
+        values = square_root(values)
     codes, scales = _encode_fp8(values) if format is MomentFormat.FP8 else _encode_dynamic(values, signed=not second)
     if second:
         codes = torch.where(values > 0, codes.clamp(min=1), codes)

@@ -38,14 +38,15 @@ import math
 
 from torch import Tensor
 
+from eco_dist.numerics import square_root
 from eco_dist.recipe import Injection
 
 LR_FLOOR = 0.1
 """Injection `auto` divides by at least this share of the largest learning rate seen."""
 
 LR_JUMP = 5.0
-"""Injection `auto` rescales the momentum when its divisor grows by more than this factor in one step. A warmup from zero
-doubles (linear) or quadruples (cosine) at its second step and must not count as a jump; a restart is one of 1 / LR_FLOOR."""
+"""Injection `auto` rescales the momentum when its divisor grows by more than this factor in one step. A warmup from
+zero doubles (linear) or quadruples (cosine) at its second step and must not count; a restart grows by 1 / LR_FLOOR."""
 
 
 class Rule(enum.Enum):
@@ -173,7 +174,7 @@ def adamw(
     """
     grad = grad * scalars.grad_scale
     exp_avg_sq.mul_(scalars.beta2).add_((grad * grad).mul_(scalars.factor2))
-    denominator = exp_avg_sq.sqrt().mul_(scalars.root2).add_(scalars.eps)
+    denominator = square_root(exp_avg_sq).mul_(scalars.root2).add_(scalars.eps)
     decayed = theta * scalars.decay
     if displacement:
         exp_avg.mul_(scalars.beta1).add_((grad / denominator).mul_(scalars.factor1))

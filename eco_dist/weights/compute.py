@@ -131,6 +131,6 @@ COMPUTE_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
         ),
         _dequantized,
     ),
-    Tensor.data.__set__: _set_data,
+    cast(Callable[..., Any], vars(torch._C.TensorBase)["data"].__set__): _set_data,
 }
 """Functions that use a quantized weight by value."""

@@ -9,8 +9,8 @@ from torch import nn
 
 from eco_dist.numerics import MomentFormat, encode_moment
 from eco_dist.optim import ECOSGD, ECOAdamW, Shard
-from eco_dist.optim.rules import Hyper, adamw
-from eco_dist.optim.step import begin, finish
+from eco_dist.optim.rules import Hyper, Rule
+from eco_dist.optim.step import Task, step
 from eco_dist.recipe import RECIPES, Recipe
 from eco_dist.weights import QuantizedWeight
 from tests.reference import grids, updates
@@ -217,7 +217,7 @@ def test_bf16_gradients_are_stepped_as_their_fp32_values(name: str) -> None:
             tensor_id=3, state=optimizer.state[weight],
         )  # fmt: skip
         hyper = Hyper(lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS)
-        finish(begin(shard, grad, hyper, lambda t, g, m, h: adamw(t, g, *(m[k] for k in MOMENTS), h)), 0, hyper)
+        step(Task(shard=shard, grad=grad, rule=Rule.ADAMW, hyper=hyper), seed=0)
         results.append((weight.codes.float(), shard.state["exp_avg"].float()))
     for one, two in zip(*results, strict=True):
         assert torch.equal(one, two)

@@ -1,6 +1,6 @@
 """Appendix C of the paper: stationary moments on f(x) = L x^2 / 2 with q(x) = x + xi, and why the gain is unique.
 
-The rule under test is `optim.rules.sgd` with its gain; the quantizer adds noise of variance 1 to thousands of
+The rule under test is `optim.rules.sgd` with its injection; the quantizer adds noise of variance 1 to thousands of
 independent scalars.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from eco_dist.optim.rules import Hyper, sgd
+from eco_dist.optim.rules import Hyper, Rule, inject, scalars_of, sgd
 from tests.reference import stationary
 
 SCALARS = 20_000
@@ -26,7 +26,7 @@ def simulate(
 ) -> tuple[float, float]:
     """(E[x^2] of what the optimizer carries, E[gradient^2]) after the transient."""
     generator = torch.Generator().manual_seed(0)
-    hyper = Hyper(lr=lr, beta1=beta)
+    scalars = scalars_of(Rule.SGD, Hyper(lr=lr, beta1=beta))
     burn_in = int(12 / (lr * curvature)) + int(12 / (1 - beta))
     carried, m = torch.zeros(scalars), torch.zeros(scalars)
     sums, samples = np.zeros(2), 0
@@ -34,13 +34,13 @@ def simulate(
         noise = torch.randn(scalars, generator=generator)
         if compensation == "master":
             grad = curvature * (carried + noise)
-            carried, _ = sgd(carried, grad, m, hyper)
+            carried = sgd(carried, grad, m, scalars)
         else:
             grad = curvature * carried
-            updated, gain = sgd(carried, grad, m, hyper)
+            updated = sgd(carried, grad, m, scalars)
             carried = updated + noise
             if compensation == "momentum":
-                m.add_(gain * gain_factor * (updated - carried))
+                inject(m, gain_factor * (updated - carried), None, scalars)
         if step >= burn_in:
             sums += [float(carried.square().mean()), float(grad.square().mean())]
             samples += 1

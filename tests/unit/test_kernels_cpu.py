@@ -1,0 +1,219 @@
+"""The CPU kernel equals the reference bit for bit: codes, scales, moments, residuals, master weights, statistics."""
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eco_dist.numerics import Format, Granularity, MomentFormat, Rounding
+from eco_dist.optim.kernels.build import ISA_FLAGS, supported_isas
+from eco_dist.optim.kernels.cpu import CpuKernel
+from eco_dist.optim.kernels.reference import ReferenceKernel
+from eco_dist.optim.rules import Hyper, Rule, Schedule
+from eco_dist.optim.shard import Shard
+from eco_dist.optim.state import allocate_state
+from eco_dist.optim.step import StepStats, Task
+from eco_dist.recipe import RECIPES, Compensation, Injection, Recipe, ResidualFormat
+from eco_dist.weights import QuantizedWeight
+
+REFERENCE = ReferenceKernel()
+BUILDS = [isa for isa in ISA_FLAGS if isa in supported_isas()]
+SHAPES = [(5, 300), (3, 128), (7, 1), (2, 3, 257), (0, 40), (1, 4099)]
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def kernel(request: pytest.FixtureRequest) -> CpuKernel:
+    return CpuKernel(request.param)
+
+
+def grid_of(format: Format) -> list[Granularity | None]:
+    return list(Granularity) if format.is_scaled else [None]
+
+
+def every_recipe() -> list[Recipe]:
+    """All combinations that a recipe allows."""
+    recipes = set()
+    for format, rounding, moments in itertools.product(Format, Rounding, MomentFormat):
+        for granularity in grid_of(format):
+            base = Recipe(format=format, granularity=granularity, rounding=rounding, moments=moments)
+            recipes |= {base.replace(injection=injection) for injection in Injection}
+            recipes |= {base.replace(compensation=c) for c in (Compensation.NONE, Compensation.MASTER)}
+            recipes |= {base.replace(compensation=Compensation.RESIDUAL, residual=r) for r in ResidualFormat}
+    return sorted(recipes, key=lambda recipe: recipe.name)
+
+
+def shard_of(recipe: Recipe, shape: tuple[int, ...], rule: Rule, seed: int, first_row: int = 0) -> Shard:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    values = values * torch.exp(2 * torch.randn(shape, generator=generator)) * 0.05  # subnormals in every block
+    if shape[0] > 1:
+        values[0] = 0
+    weight = QuantizedWeight.from_values(values, recipe, tensor_id=77)
+    return Shard(
+        codes=weight.codes,
+        scales=weight.scales,
+        recipe=recipe,
+        columns=shape[-1],
+        first_row=first_row,
+        tensor_id=77,
+        state=allocate_state(weight, second_moment=rule is Rule.ADAMW),
+    )
+
+
+def task_of(shard: Shard, rule: Rule, step: int, dtype: torch.dtype = torch.float32, maximize: bool = False) -> Task:
+    generator = torch.Generator().manual_seed(1000 + step)
+    grad = torch.randn(shard.shape, generator=generator) * torch.exp(3 * torch.randn(shard.shape, generator=generator))
+    grad *= torch.rand(shard.shape, generator=generator) > 0.2
+    lr = 3e-3 if step < 3 else 3e-2  # a jump, which injection `auto` answers
+    schedule = Schedule(peak=3e-3, last=3e-3) if step > 1 else Schedule()
+    injection = shard.recipe.injection if shard.recipe.injects else Injection.PAPER
+    hyper = Hyper(
+        lr=lr,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        step=step,
+        maximize=maximize,
+        injection=injection,
+        schedule=schedule,
+    )
+    return Task(shard=shard, grad=(grad * 1e-2).to(dtype), rule=rule, hyper=hyper)
+
+
+def tensors_of(shard: Shard) -> dict[str, Tensor]:
+    return {"codes": shard.codes, "scales": shard.scales, **{k: v for k, v in shard.state.items() if v.ndim}}
+
+
+def take(kernel: CpuKernel | ReferenceKernel, tasks: list[Task], stats: StepStats | None = None) -> None:
+    kernel.measure([task for task in tasks if task.shard.recipe.granularity is Granularity.TENSOR])
+    kernel.step(tasks, seed=0x1234567890ABCDEF, stats=stats)
+
+
+def assert_equal_steps(
+    kernel: CpuKernel, shards: list[Shard], rule: Rule, dtype: torch.dtype = torch.float32, steps: int = 3
+) -> None:
+    others = copy.deepcopy(shards)
+    for step in range(1, steps + 1):
+        take(REFERENCE, [task_of(shard, rule, step, dtype) for shard in shards])
+        take(kernel, [task_of(shard, rule, step, dtype) for shard in others])
+        for expected, got in zip(shards, others, strict=True):
+            for key, tensor in tensors_of(expected).items():
+                assert torch.equal(tensor, tensors_of(got)[key]), (expected.recipe.name, expected.shape, step, key)
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_every_recipe_is_bit_equal(kernel: CpuKernel, rule: Rule) -> None:
+    """Formats x granularities x rounding x compensations x injections x moments, full and short blocks, three steps."""
+    recipes = every_recipe()
+    assert len(recipes) == 13 * 2 * 4 * 7
+    for number, recipe in enumerate(recipes):
+        shards = [shard_of(recipe, shape, rule, seed=number) for shape in ((2, 300), (1, 5))]
+        assert_equal_steps(kernel, shards, rule)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.quantizes])
+def test_named_recipes_on_every_shape(kernel: CpuKernel, name: str, dtype: torch.dtype) -> None:
+    """Many tensors of many shapes in one call, with gradients in fp32 and bf16."""
+    shards = [shard_of(RECIPES[name], shape, Rule.ADAMW, seed) for seed, shape in enumerate(SHAPES)]
+    assert_equal_steps(kernel, shards, Rule.ADAMW, dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(0, 6),
+    columns=st.integers(1, 600),
+    first_row=st.integers(0, 2**40),
+    recipe=st.sampled_from([recipe for recipe in RECIPES.values() if recipe.quantizes]),
+)
+def test_any_shape_and_offset(rows: int, columns: int, first_row: int, recipe: Recipe) -> None:
+    kernel = CpuKernel(BUILDS[0])
+    shards = [shard_of(recipe, (rows, columns), Rule.ADAMW, columns, first_row)]
+    assert_equal_steps(kernel, shards, Rule.ADAMW, steps=2)
+
+
+@pytest.mark.parametrize("name", ["fp8", "paper", "int4", "fp8-8bit", "fp8-residual-8bit", "bf16"])
+def test_a_cut_tensor_is_stepped_as_the_whole(kernel: CpuKernel, name: str) -> None:
+    """Rows 0-2 and 3-6 stepped apart hold the bits of rows 0-6 stepped together."""
+    whole = shard_of(RECIPES[name], (7, 300), Rule.ADAMW, seed=1)
+    parts = []
+    for start, end in ((0, 3), (3, 7)):
+        part = copy.deepcopy(whole)
+        rows = {key: tensor[start:end].clone() for key, tensor in part.state.items() if tensor.ndim}
+        one_scale = whole.recipe.granularity is Granularity.TENSOR
+        scales = part.scales if one_scale else part.scales[start:end].clone()
+        codes = part.codes[start:end].clone()
+        parts.append(dataclasses.replace(part, codes=codes, scales=scales, state=rows, first_row=start))
+    task = task_of(whole, Rule.ADAMW, 1)
+    pieces = [dataclasses.replace(task, shard=part, grad=task.grad[rows]) for part, rows in zip(
+        parts, (slice(0, 3), slice(3, 7)), strict=True
+    )]  # fmt: skip
+    take(kernel, [task])
+    if whole.recipe.granularity is Granularity.TENSOR:
+        kernel.measure(pieces)
+        agreed = torch.maximum(pieces[0].absmax, pieces[1].absmax)
+        for piece in pieces:
+            piece.absmax = agreed.clone()
+        kernel.step(pieces, seed=0x1234567890ABCDEF, stats=None)
+    else:
+        take(kernel, pieces)
+    for key, tensor in tensors_of(whole).items():
+        joined = [tensors_of(part)[key] for part in parts]
+        if key == "scales" and whole.recipe.granularity is Granularity.TENSOR:
+            assert all(torch.equal(part, tensor) for part in joined)
+        else:
+            assert torch.equal(torch.cat(joined), tensor), key
+
+
+def test_threads_change_nothing(kernel: CpuKernel) -> None:
+    results = []
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            shard = shard_of(RECIPES["fp8-8bit"], (37, 4099), Rule.ADAMW, seed=0)
+            take(kernel, [task_of(shard, Rule.ADAMW, 1)])
+        finally:
+            torch.set_num_threads(before)
+        results.append(tensors_of(shard))
+    for other in results[1:]:
+        assert all(torch.equal(other[key], tensor) for key, tensor in results[0].items())
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4", "bf16"])
+def test_statistics(kernel: CpuKernel, name: str) -> None:
+    shards = [shard_of(RECIPES[name], (5, 300), Rule.ADAMW, seed=0) for _ in range(2)]
+    expected, got = StepStats(), StepStats()
+    take(REFERENCE, [task_of(shards[0], Rule.ADAMW, 1)], expected)
+    take(kernel, [task_of(shards[1], Rule.ADAMW, 1)], got)
+    assert (got.moved, got.elements) == (expected.moved, expected.elements)
+    assert got.sum_squared_error == pytest.approx(expected.sum_squared_error, rel=1e-12)
+    assert got.sum_squared_weight == pytest.approx(expected.sum_squared_weight, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**63, 2.0**62, 0.0])
+@pytest.mark.parametrize("place", [0, 5, 16_384, 40_000])
+def test_gradients_that_cannot_be_used(kernel: CpuKernel, dtype: torch.dtype, value: float, place: int) -> None:
+    grad = torch.randn(40_001).to(dtype)
+    grad[place] = value
+    assert kernel.is_steppable(grad) == bool(REFERENCE.is_steppable(grad)) == (abs(value) < 2.0**63)
+
+
+def test_maximize_and_other_dtypes(kernel: CpuKernel) -> None:
+    """A gradient in fp16, or with strides, is stepped as its fp32 values."""
+    shards = [shard_of(RECIPES["fp8"], (64, 96), Rule.ADAMW, seed=0) for _ in range(3)]
+    tasks = [task_of(shard, Rule.ADAMW, 1, maximize=True) for shard in shards]
+    half = tasks[0].grad.half()
+    for task, grad in zip(tasks, (half.float(), half, half.float().t().contiguous().t()), strict=True):
+        task.grad = grad
+    take(REFERENCE, tasks[:1])
+    take(kernel, tasks[1:])
+    for shard in shards[1:]:
+        assert all(torch.equal(shard_tensor, tensors_of(shards[0])[k]) for k, shard_tensor in tensors_of(shard).items())
