@@ -46,8 +46,11 @@ def scale_from_absmax(absmax: Tensor, format: Format) -> Tensor:
     Returns:
         fp32 of the same shape: absmax / max, a normal number with a finite max * scale; 1 where absmax is 0.
     """
-    # A product with the rounded reciprocal, as the kernels compute it; division differs by one ulp now and then.
-    scale = (absmax * (1 / format.grid.max)).clamp_(SMALLEST_SCALE, LARGEST_VALUE / format.grid.max)
+    # Divided by a tensor: CUDA turns division by a number into a product with its reciprocal, whose scales creep by an
+    # ulp a step where nothing else changes.
+    scale = (absmax / torch.full((), format.grid.max, device=absmax.device)).clamp_(
+        SMALLEST_SCALE, LARGEST_VALUE / format.grid.max
+    )
     return torch.where(absmax == 0, torch.ones_like(scale), scale)
 
 

@@ -17,7 +17,7 @@ from eco_dist.weights import QuantizedWeight, quantize_weights_
 
 ALL = {
     **RECIPES,
-    "fp8 moments": Recipe().replace(moments="fp8"),
+    "dynamic moments": Recipe().replace(moments="dynamic8"),
     "displacement": Recipe().replace(injection="displacement"),
     "residual fp32": Recipe().replace(compensation="residual", residual="fp32"),
     "nearest": Recipe().replace(rounding="nearest"),
@@ -119,7 +119,7 @@ def test_state_tensors_are_those_of_the_recipe(recipe: Recipe, optimizer_class: 
 DIFFERENT = (
     # recipes whose stored state differs in meaning, pair by pair; other formats and roundings share theirs
     *("fp8", "fp8-bf16", "fp8-8bit", "fp8-residual", "fp8-residual-8bit", "paper", "fp8-master", "fp8-naive"),
-    *("fp8 moments", "displacement", "residual fp32"),
+    *("dynamic moments", "displacement", "residual fp32"),
 )
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from eco_dist.numerics import MomentFormat, encode_moment
 from eco_dist.optim import ECOSGD, ECOAdamW, Shard
 from eco_dist.optim.rules import Hyper, Rule
-from eco_dist.optim.step import Task, step
+from eco_dist.optim.step import Task
+from eco_dist.optim.step import step as step_shard
 from eco_dist.recipe import RECIPES, Recipe
 from eco_dist.weights import QuantizedWeight
 from tests.reference import grids, updates
@@ -217,7 +218,7 @@ def test_bf16_gradients_are_stepped_as_their_fp32_values(name: str) -> None:
             tensor_id=3, state=optimizer.state[weight],
         )  # fmt: skip
         hyper = Hyper(lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS)
-        step(Task(shard=shard, grad=grad, rule=Rule.ADAMW, hyper=hyper), seed=0)
+        step_shard(Task(shard=shard, grad=grad, rule=Rule.ADAMW, hyper=hyper), seed=0)
         results.append((weight.codes.float(), shard.state["exp_avg"].float()))
     for one, two in zip(*results, strict=True):
         assert torch.equal(one, two)

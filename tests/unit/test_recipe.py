@@ -67,8 +67,8 @@ def test_what_the_names_mean() -> None:
     )
     assert Recipe.from_name("paper") == fp8.replace(granularity="row", injection="paper")
     assert Recipe.from_name("fp8-bf16") == fp8.replace(moments="bf16")
-    assert Recipe.from_name("fp8-8bit") == fp8.replace(moments="dynamic8")
-    assert Recipe.from_name("fp8-residual") == fp8.replace(compensation="residual")
+    assert Recipe.from_name("fp8-8bit") == fp8.replace(moments="fp8")
+    assert Recipe.from_name("fp8-residual") == fp8.replace(compensation="residual", rounding="nearest")
     assert Recipe.from_name("fp8-residual").residual is ResidualFormat.INT8
     assert Recipe.from_name("int4") == fp8.replace(format="int4", granularity="tensor")
     assert Recipe.from_name("bf16") == fp8.replace(format="bf16", granularity=None)

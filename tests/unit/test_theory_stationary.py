@@ -26,7 +26,7 @@ def simulate(
 ) -> tuple[float, float]:
     """(E[x^2] of what the optimizer carries, E[gradient^2]) after the transient."""
     generator = torch.Generator().manual_seed(0)
-    scalars = scalars_of(Rule.SGD, Hyper(lr=lr, beta1=beta))
+    factors = scalars_of(Rule.SGD, Hyper(lr=lr, beta1=beta))
     burn_in = int(12 / (lr * curvature)) + int(12 / (1 - beta))
     carried, m = torch.zeros(scalars), torch.zeros(scalars)
     sums, samples = np.zeros(2), 0
@@ -34,13 +34,13 @@ def simulate(
         noise = torch.randn(scalars, generator=generator)
         if compensation == "master":
             grad = curvature * (carried + noise)
-            carried = sgd(carried, grad, m, scalars)
+            carried = sgd(carried, grad, m, factors)
         else:
             grad = curvature * carried
-            updated = sgd(carried, grad, m, scalars)
+            updated = sgd(carried, grad, m, factors)
             carried = updated + noise
             if compensation == "momentum":
-                inject(m, gain_factor * (updated - carried), None, scalars)
+                inject(m, gain_factor * (updated - carried), None, factors)
         if step >= burn_in:
             sums += [float(carried.square().mean()), float(grad.square().mean())]
             samples += 1

@@ -30,7 +30,7 @@ INLINE float scale_of(int32_t absmax_bits, float max) {
     memcpy(&absmax, &absmax_bits, 4);
     if (absmax == 0) return 1;
     const float largest = (float)(FLT_MAX * (1 - 0x1p-23) / (double)max);
-    return std::min(std::max(absmax * (1.0f / max), SMALLEST_SCALE), largest);
+    return std::min(std::max(absmax / max, SMALLEST_SCALE), largest);
 }
 
 INLINE void unpack_int4(const uint8_t* packed, int8_t* out, int n = BLOCK_SIZE) {
