@@ -13,6 +13,7 @@ constexpr float NOISE_UNIT = 0x1p-17f, SMALLEST_SCALE = 0x1p-126f, RESIDUAL_STEP
 struct Scratch {
     alignas(64) float weight[BLOCK_SIZE], updated[BLOCK_SIZE], denominator[BLOCK_SIZE], error[BLOCK_SIZE];
     alignas(64) float m[BLOCK_SIZE], v[BLOCK_SIZE], before[BLOCK_SIZE];
+    float* new_v;  // where `update` leaves the second moment: v, or its place in memory if nothing is left to do to it
     Random random;
 };
 
@@ -65,9 +66,16 @@ template <Moments M, bool SECOND> INLINE vf moment_at(const void* stored, float 
     } else return load<vf>(unpacked + i);
 }
 
+INLINE void copy(void* to, const float* from) {
+    for (int i = 0; i < BLOCK_SIZE; i += VL) store((float*)to + i, load<vf>(from + i));
+}
+
 // Updated weight, moments and denominators into scratch; returns the bit pattern of the largest magnitude.
 template <bool INLINE_E4M3, Moments M, bool BF16_GRAD, Rule R>
-static int32_t update(const Shard& s, const Kind& kind, const Block& b, Scratch& x) {
+static int32_t update(const Shard& shard, const Kind& kind, const Block& block, Scratch& x) {
+    const Shard s = shard;  // copies, which no store below can change
+    const Block b = block;
+    float* const new_v = x.new_v;
     const float scale = b.scale ? *b.scale : 1.0f;
     const float m_scale = b.exp_avg_scale ? *b.exp_avg_scale : 1.0f;
     const float v_scale = b.exp_avg_sq_scale ? *b.exp_avg_sq_scale : 1.0f;
@@ -95,7 +103,7 @@ static int32_t update(const Shard& s, const Kind& kind, const Block& b, Scratch&
                 m = m * s.beta1 + g * s.factor1;
                 t = w * s.decay - (m / d) * s.step_size;
             }
-            store(x.v + i, v);
+            store(new_v + i, v);
             store(x.denominator + i, d);
         }
         store(x.m + i, m);
@@ -138,14 +146,14 @@ template <Format F> static void load_residual(const Kind& kind, const Block& b, 
     for (int i = 0; i < BLOCK_SIZE; i += VL) {
         vf e = kind.residual_is_fp32
                    ? load<vf>((const float*)b.extra + i)
-                   : to_float(__builtin_convertvector(load<vsb>((const int8_t*)b.extra + i), vi)) * load<vf>(units + i);
+                   : to_float(widen(load<vsb>((const int8_t*)b.extra + i))) * load<vf>(units + i);
         store(x.weight + i, load<vf>(x.weight + i) + e);
     }
 }
 
 template <Format F> static void store_residual(const Kind& kind, const Shard& s, const Block& b, float scale, Scratch& x) {
     if (kind.residual_is_fp32) {
-        memcpy(b.extra, x.error, sizeof x.error);
+        copy(b.extra, x.error);
         return;
     }
     alignas(64) float units[BLOCK_SIZE];
@@ -155,7 +163,7 @@ template <Format F> static void store_residual(const Kind& kind, const Shard& s,
         vf noise = to_float((Random::top(x.random, i) >> 15) | 1) * NOISE_UNIT;
         vf r = load<vf>(x.error + i) / load<vf>(units + i) + noise;
         r = (clamp(r, 1024) + 0x1.8p23f) - 0x1.8p23f;
-        store((int8_t*)b.extra + i, __builtin_convertvector(to_int(clamp(r, RESIDUAL_STEPS)), vsb));
+        store((int8_t*)b.extra + i, low_bytes(to_int(clamp(r, RESIDUAL_STEPS))));
     }
 }
 
@@ -173,7 +181,7 @@ template <bool SECOND> INLINE void put_fp8(float* values, void* out, float* scal
         vf r = round_to_grid<E4M3, false>(v * inverse, vi{}, t);
         vi code = minifloat_code<E4M3>(r, t);
         if (SECOND) code = (v > 0) & (code == 0) ? splat(int32_t(1)) : code;
-        store((uint8_t*)out + i, __builtin_convertvector(code, vb));
+        store((uint8_t*)out + i, low_bytes(code));
     }
 }
 
@@ -199,8 +207,8 @@ INLINE void store_moments(const Kind& kind, const Block& b, Scratch& x) {
     const bool second = kind.rule != SGD;
     switch (kind.moments) {
         case M_FP32:
-            memcpy(b.exp_avg, x.m, sizeof x.m);
-            if (second) memcpy(b.exp_avg_sq, x.v, sizeof x.v);
+            copy(b.exp_avg, x.m);
+            if (second && x.new_v == x.v) copy(b.exp_avg_sq, x.v);
             break;
         case M_BF16:
             for (int i = 0; i < BLOCK_SIZE; i += VL) {
@@ -218,10 +226,10 @@ INLINE void store_moments(const Kind& kind, const Block& b, Scratch& x) {
     }
 }
 
-INLINE void inject(const Shard& s, const Kind& kind, Scratch& x) {
+template <bool WITH_DENOMINATOR> INLINE void inject(float gain, Scratch& x) {
     for (int i = 0; i < BLOCK_SIZE; i += VL) {
         vf e = load<vf>(x.error + i);
-        if (kind.rule == ADAMW) e = e * load<vf>(x.denominator + i);
-        store(x.m + i, load<vf>(x.m + i) + e * s.gain);
+        if (WITH_DENOMINATOR) e = e * load<vf>(x.denominator + i);
+        store(x.m + i, load<vf>(x.m + i) + e * gain);
     }
 }

@@ -32,14 +32,14 @@ template <Format F> INLINE vi minifloat_code(vf value, vf sign) {
 // Representable values of VL codes. INT4 is unpacked by the caller.
 template <Format F> INLINE vf value_of(const void* codes) {
     if constexpr (F == BF16) return from_bf16(load<vh>(codes));
-    else if constexpr (F == INT8 || F == INT4) return to_float(__builtin_convertvector(load<vsb>(codes), vi));
-    else return minifloat_value<F>(__builtin_convertvector(load<vb>(codes), vi));
+    else if constexpr (F == INT8 || F == INT4) return to_float(widen(load<vsb>(codes)));
+    else return minifloat_value<F>(widen(load<vb>(codes)));
 }
 // Codes of VL representable values; `sign` has the sign a zero is to have.
 template <Format F> INLINE void put_codes(void* codes, vf value, vf sign) {
-    if constexpr (F == BF16) store(codes, __builtin_convertvector((vu)value >> 16, vh));
-    else if constexpr (F == INT8 || F == INT4) store(codes, __builtin_convertvector(to_int(value), vsb));
-    else store(codes, __builtin_convertvector(minifloat_code<F>(value, sign), vb));
+    if constexpr (F == BF16) store(codes, low_halves((vu)value >> 16));
+    else if constexpr (F == INT8 || F == INT4) store(codes, low_bytes(to_int(value)));
+    else store(codes, low_bytes(minifloat_code<F>(value, sign)));
 }
 
 // Rounds y, in units of the scale. `top` holds 16 random bits in the upper half of each lane. `t` is y plus noise.

@@ -59,11 +59,63 @@ INLINE int32_t largest_lane(vi x) {
     return m;
 }
 
+// Bytes and halves <-> 32-bit lanes. Compilers take __builtin_convertvector apart lane by lane here.
+INLINE vi widen(vb x) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepu8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)x));
+#else
+    return __builtin_convertvector(x, vi);
+#endif
+}
+INLINE vi widen(vsb x) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepi8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)x));
+#else
+    return __builtin_convertvector(x, vi);
+#endif
+}
+INLINE vi widen(vh x) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+    return __builtin_convertvector(x, vi);
+#endif
+}
+// The low byte of each lane.
+INLINE vb low_bytes(vi x) {
+#if defined(__AVX512F__)
+    return (vb)_mm512_cvtepi32_epi8((__m512i)x);
+#elif defined(__AVX2__)
+    const __m256i pick = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                          0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    __m256i b = _mm256_shuffle_epi8((__m256i)x, pick);
+    return (vb)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1)));
+#else
+    return __builtin_convertvector(x, vb);
+#endif
+}
+// Unsigned lanes below 2^16.
+INLINE vh low_halves(vu x) {
+#if defined(__AVX512F__)
+    return (vh)_mm512_cvtepi32_epi16((__m512i)x);
+#elif defined(__AVX2__)
+    return (vh)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+#else
+    return __builtin_convertvector(x, vh);
+#endif
+}
+
 // bf16 <-> fp32: the upper half of the bit pattern; to nearest, ties to even.
-INLINE vf from_bf16(vh x) { return floats(__builtin_convertvector(x, vi) << 16); }
+INLINE vf from_bf16(vh x) { return floats(widen(x) << 16); }
 INLINE vh to_bf16(vf x) {
     vu b = (vu)x;
-    return __builtin_convertvector((b + 0x7fff + ((b >> 16) & 1)) >> 16, vh);
+    return low_halves((b + 0x7fff + ((b >> 16) & 1)) >> 16);
 }
 
 // Product of each lane with a constant: high and low 32 bits.

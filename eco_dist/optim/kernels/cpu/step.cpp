@@ -101,7 +101,7 @@ Update choose_update(const Kind& k) {
 template <Format F> struct Of {
     static void weight_before(const Kind& k, const Block& b, Scratch& x) {
         if (k.compensation == MASTER) {
-            memcpy(x.weight, b.extra, sizeof x.weight);
+            copy(x.weight, (const float*)b.extra);
             return;
         }
         const float scale = b.scale ? *b.scale : 1;
@@ -135,6 +135,8 @@ struct Step {
     int32_t updated(const Shard& s, const Block& b, Scratch& x) const {
         if (!decodes_inline(kind))
             by_format<Of>(kind.format, [&](auto of) { of.weight_before(kind, b, x); });
+        const bool in_place = kind.moments == M_FP32 && b.length == BLOCK_SIZE && kind.granularity != ROW && kind.granularity != TENSOR;
+        x.new_v = in_place ? (float*)b.exp_avg_sq : x.v;
         int32_t absmax = chosen(s, kind, b, x);
         if (b.length == BLOCK_SIZE) return absmax;
         // Lanes beyond a short block decode padding, which must not reach a scale.
@@ -155,8 +157,8 @@ struct Step {
         if (stats) count(b, x, sums);
         if (kind.compensation == RESIDUAL)
             by_format<Of>(kind.format, [&](auto of) { keep<decltype(of)>(s, b, scale, x); });
-        else if (kind.compensation == MASTER) memcpy(b.extra, x.updated, sizeof x.updated);
-        else if (kind.compensation == MOMENTUM) inject(s, kind, x);
+        else if (kind.compensation == MASTER) copy(b.extra, x.updated);
+        else if (kind.compensation == MOMENTUM) kind.rule == ADAMW ? inject<true>(s.gain, x) : inject<false>(s.gain, x);
         if (b.length < BLOCK_SIZE)
             for (int i = b.length; i < BLOCK_SIZE; i++) x.m[i] = 0;
         store_moments(kind, b, x);
