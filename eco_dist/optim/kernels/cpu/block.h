@@ -119,6 +119,7 @@ template <Format F, bool STOCHASTIC> static void encode(const Block& b, float sc
     alignas(64) int8_t nibbles[BLOCK_SIZE];
     constexpr int bytes = F == BF16 ? 2 : 1;
     char* out = F == INT4 ? (char*)nibbles : (char*)b.codes;
+#pragma GCC unroll 16
     for (int i = 0; i < BLOCK_SIZE; i += VL) {
         vf t = load<vf>(x.updated + i), noisy;
         vi top = STOCHASTIC ? Random::top(x.random, i) : vi{};
@@ -179,9 +180,8 @@ template <bool SECOND> INLINE void put_fp8(float* values, void* out, float* scal
     for (int i = 0; i < BLOCK_SIZE; i += VL) {
         vf v = load<vf>(values + i), t;
         vf r = round_to_grid<E4M3, false>(v * inverse, vi{}, t);
-        vi code = minifloat_code<E4M3>(r, t);
-        if (SECOND) code = (v > 0) & (code == 0) ? splat(int32_t(1)) : code;
-        store((uint8_t*)out + i, low_bytes(code));
+        if (SECOND) r = (v > 0) & (r == 0) ? splat(0x1p-9f) : r;
+        put_codes<E4M3>((uint8_t*)out + i, r, t);
     }
 }
 

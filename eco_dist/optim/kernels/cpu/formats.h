@@ -11,6 +11,33 @@ template <> struct Grid<INT8> { static constexpr float max = 127; };
 template <> struct Grid<INT4> { static constexpr float max = 7; };
 template <> struct Grid<BF16> { static constexpr float max = 0x1.fep127f; };
 
+#if defined(__AVX2__)
+// E4M3 is fp16 without its lowest seven mantissa bits, times 2^8: hardware converts, subnormals included.
+INLINE vf e4m3_value(const void* codes) {
+#if defined(__AVX512F__)
+    __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes)), 7);
+    return (vf)_mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16((short)0xBFFF))) * 256.0f;
+#else
+    __m128i half = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)codes)), 7);
+    return (vf)_mm256_cvtph_ps(_mm_and_si128(half, _mm_set1_epi16((short)0xBFFF))) * 256.0f;
+#endif
+}
+INLINE vb e4m3_code(vf value, vf sign) {
+    const vf scaled = floats(bits(value * 0x1p-8f) | (bits(sign) & (int32_t)0x80000000));
+#if defined(__AVX512F__)
+    __m256i half = _mm512_cvtps_ph((__m512)scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m256i code = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(half, 7), _mm256_set1_epi16(0x7f)),
+                                   _mm256_and_si256(_mm256_srli_epi16(half, 8), _mm256_set1_epi16(0x80)));
+    return (vb)_mm256_cvtepi16_epi8(code);
+#else
+    __m128i half = _mm256_cvtps_ph((__m256)scaled, _MM_FROUND_TO_NEAREST_INT);
+    __m128i code = _mm_or_si128(_mm_and_si128(_mm_srli_epi16(half, 7), _mm_set1_epi16(0x7f)),
+                                _mm_and_si128(_mm_srli_epi16(half, 8), _mm_set1_epi16(0x80)));
+    return (vb)_mm_cvtsi128_si64(_mm_packus_epi16(code, code));
+#endif
+}
+#endif
+
 // An eight-bit float without infinities in use: value of a code, code of a representable value.
 template <Format F> INLINE vf minifloat_value(vi code) {
     using G = Grid<F>;
@@ -33,12 +60,18 @@ template <Format F> INLINE vi minifloat_code(vf value, vf sign) {
 template <Format F> INLINE vf value_of(const void* codes) {
     if constexpr (F == BF16) return from_bf16(load<vh>(codes));
     else if constexpr (F == INT8 || F == INT4) return to_float(widen(load<vsb>(codes)));
+#if defined(__AVX2__)
+    else if constexpr (F == E4M3) return e4m3_value(codes);
+#endif
     else return minifloat_value<F>(widen(load<vb>(codes)));
 }
 // Codes of VL representable values; `sign` has the sign a zero is to have.
 template <Format F> INLINE void put_codes(void* codes, vf value, vf sign) {
     if constexpr (F == BF16) store(codes, low_halves((vu)value >> 16));
     else if constexpr (F == INT8 || F == INT4) store(codes, low_bytes(to_int(value)));
+#if defined(__AVX2__)
+    else if constexpr (F == E4M3) store(codes, e4m3_code(value, sign));
+#endif
     else store(codes, low_bytes(minifloat_code<F>(value, sign)));
 }
 
@@ -51,7 +84,8 @@ template <Format F, bool STOCHASTIC> INLINE vf round_to_grid(vf y, vi top, vf& t
         t = (vf)(b & 0xffff0000u);
         return clamp(t, G::max);
     } else {
-        y = clamp(y, G::max);
+        // No clamp: y comes from a scale that maps the largest magnitude onto the largest code, within a few ulps, and
+        // the noise stays below half a grid step, so nothing rounds beyond it.
         vi exponent;
         if constexpr (F == INT8 || F == INT4) exponent = splat(int32_t(127 << 23));
         else exponent = larger(bits(y) & 0x7f800000, splat(int32_t((127 + G::min_exponent) << 23)));
@@ -63,7 +97,7 @@ template <Format F, bool STOCHASTIC> INLINE vf round_to_grid(vf y, vi top, vf& t
         }
         // Adding 1.5 * 2^(E + 23 - mantissa) leaves no bits below the grid step: rounds to nearest, ties to even.
         vf big = floats(exponent + ((23 - mantissa) << 23) + 0x400000);
-        return clamp((t + big) - big, G::max);
+        return (t + big) - big;
     }
 }
 

@@ -40,8 +40,14 @@ INLINE vi splat(int32_t x) { return vi{} + x; }
 INLINE vf magnitude(vf x) { return floats(bits(x) & 0x7fffffff); }
 INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
 INLINE vf clamp(vf x, float limit) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps(_mm512_min_ps((__m512)x, _mm512_set1_ps(limit)), _mm512_set1_ps(-limit));
+#elif defined(__AVX2__)
+    return (vf)_mm256_max_ps(_mm256_min_ps((__m256)x, _mm256_set1_ps(limit)), _mm256_set1_ps(-limit));
+#else
     x = x > limit ? splat(limit) : x;
     return x < -limit ? splat(-limit) : x;
+#endif
 }
 INLINE vf root(vf x) {
 #if defined(__AVX512F__)
@@ -118,23 +124,14 @@ INLINE vh to_bf16(vf x) {
     return low_halves((b + 0x7fff + ((b >> 16) & 1)) >> 16);
 }
 
-// Product of each lane with a constant: high and low 32 bits.
-INLINE void multiply(vu a, uint32_t m, vu& high, vu& low) {
+// Counters of Philox, 32 bits in each 64-bit lane; the upper halves may hold anything.
+typedef uint64_t vl __attribute__((vector_size(4 * VL)));
+INLINE vl times(vl a, uint32_t m) {
 #if defined(__AVX512F__)
-    __m512i f = _mm512_set1_epi64(m), x = (__m512i)a;
-    __m512i even = _mm512_mul_epu32(x, f), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), f);
-    low = (vu)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
-    high = (vu)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+    return (vl)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(m));
 #elif defined(__AVX2__)
-    __m256i f = _mm256_set1_epi64x(m), x = (__m256i)a;
-    __m256i even = _mm256_mul_epu32(x, f), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), f);
-    low = (vu)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
-    high = (vu)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+    return (vl)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(m));
 #else
-    for (int i = 0; i < VL; i++) {
-        uint64_t p = (uint64_t)a[i] * m;
-        high[i] = (uint32_t)(p >> 32);
-        low[i] = (uint32_t)p;
-    }
+    return (a & 0xffffffffu) * (uint64_t)m;
 #endif
 }
