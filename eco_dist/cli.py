@@ -1,4 +1,4 @@
-"""The command line: ``eco-dist train | compare | recipes | experiment``.
+"""The command line: ``eco-dist train | compare | recipes | experiment | bench``.
 
 A user's mistake (an unknown key, an impossible recipe, a missing file, a wrong world size) gives one sentence on stderr
 and exit code 2, on rank 0 alone but with that code on all ranks. A failure of the program itself gives its traceback.
@@ -103,11 +103,46 @@ class Experiment:
         _console().print(finetune.run(self.directory or Path("runs") / self.name, seeds=self.seeds).table())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Time the optimizer step against what it replaces, in this process; results are ratios.
+
+    Args:
+        elements: parameters of the weight that is stepped.
+        rounds: rounds of all cases in turn.
+        threads: threads torch and the kernel may use; None leaves torch's choice.
+        json: write the timings into this file.
+    """
+
+    elements: int = 1 << 24
+    rounds: int = 15
+    threads: int | None = None
+    json: Path | None = None
+
+    def run(self) -> None:
+        """Time and print."""
+        import json
+        from dataclasses import asdict
+
+        import torch
+
+        from eco_dist.bench import step
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        timings = step.run(elements=self.elements, rounds=self.rounds)
+        _console().print(step.table(timings, elements=self.elements))
+        if self.json is not None:
+            content = {"elements": self.elements, "rounds": self.rounds, "timings": [asdict(t) for t in timings]}
+            self.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 Command = (
     Annotated[Train, tyro.conf.subcommand("train", prefix_name=False)]
     | Annotated[Compare, tyro.conf.subcommand("compare", prefix_name=False)]
     | Annotated[Recipes, tyro.conf.subcommand("recipes", prefix_name=False)]
     | Annotated[Experiment, tyro.conf.subcommand("experiment", prefix_name=False)]
+    | Annotated[Bench, tyro.conf.subcommand("bench", prefix_name=False)]
 )
 
 

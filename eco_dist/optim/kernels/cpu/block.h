@@ -57,7 +57,7 @@ INLINE void read_eight_bit(const void* codes, float scale, const float* table, b
     if (second) for (int i = 0; i < BLOCK_SIZE; i++) out[i] = out[i] * out[i];
 }
 
-template <Moments M, bool SECOND> INLINE vf moment_at(const void* stored, float scale, const float* unpacked, int i) {
+template <Moments M, bool SECOND> INLINE vf moment_at(const void* stored, float scale, const float* unpacked, int64_t i) {
     if constexpr (M == M_FP32) return load<vf>((const float*)stored + i);
     else if constexpr (M == M_BF16) return from_bf16(load<vh>((const uint16_t*)stored + i));
     else if constexpr (M == M_FP8) {

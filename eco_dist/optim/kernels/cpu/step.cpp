@@ -4,7 +4,7 @@
 // time from cache; a tensor with one scale takes two calls, because its owners agree on the absmax in between.
 #include <omp.h>
 #include <vector>
-#include "block.h"
+#include "stream.h"
 
 namespace {
 
@@ -215,6 +215,7 @@ void step_chunk(const Chunk& c, const Step& step, Scratch& x, Stats& sums) {
     const Shard& s = *c.shard;
     const Kind& k = step.kind;
     const Layout l = layout_of(s, k);
+    if (!step.stats && streams(s, k)) return stream(s, k, c.begin, c.end, s.first_row * l.blocks);
     const float max = by_format<Grid>(k.format, [](auto grid) { return decltype(grid)::max; });
     int32_t row_absmax = 0;
     for (int64_t i = c.begin; i < c.end; i++) {
