@@ -20,7 +20,7 @@ from eco_dist.optim.kernels import kernel_for
 from eco_dist.optim.rules import Hyper, Rule, Schedule
 from eco_dist.optim.shard import Shard, StateKey, check_placements, first_row, is_quantized, local, scale_group
 from eco_dist.optim.state import allocate_state, restore_dtypes
-from eco_dist.optim.step import StepStats, Task, step_plain
+from eco_dist.optim.step import PlainTask, StepStats, Task
 from eco_dist.recipe import Compensation, Injection
 from eco_dist.weights import QuantizedWeight
 
@@ -114,15 +114,20 @@ class ECOOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Attributes of a tensor subclass are looked up through Python unless this is off; no step computes with one.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._step_all()
+        return loss
+
+    def _step_all(self) -> None:
         for group in self.param_groups:
             self._check_group(group)
         work = list(self._work())
         self.stats = None
         if self._gradients_are_bad([parameter for parameter, _ in work]):
-            return loss
+            return
         self.stats = StepStats() if self.collect_stats else None
         self._step_tasks([task for item in work if (task := self._task(*item)) is not None])
-        return loss
 
     @torch.no_grad()
     def step_parameter(self, parameter: Tensor) -> None:
@@ -180,8 +185,8 @@ class ECOOptimizer(Optimizer):
             )
         return True
 
-    def _task(self, parameter: Tensor, group: dict[str, Any]) -> Task | None:
-        """The shard of a quantized weight and what to do with it; a plain parameter is stepped here and now."""
+    def _task(self, parameter: Tensor, group: dict[str, Any]) -> Task | PlainTask | None:
+        """What to do with a parameter; None leaves it as it is."""
         state = self.state[parameter]
         if not state:
             state.update(allocate_state(parameter, second_moment=self._rule is Rule.ADAMW))
@@ -194,24 +199,26 @@ class ECOOptimizer(Optimizer):
             after = hyper.schedule.advance(hyper.lr)
             state[StateKey.LR_PEAK].fill_(after.peak)
             state[StateKey.LR_LAST].fill_(after.last)
-        if not is_quantized(parameter):
-            step_plain(local(parameter), grad, {key: local(value) for key, value in state.items()}, self._rule, hyper)
-            return None
         # The kernels write through pointers that autograd does not see.
         torch.autograd.graph.increment_version(parameter)
-        return Task(shard=self._shard(parameter, state), grad=grad, rule=self._rule, hyper=hyper)
+        if is_quantized(parameter):
+            return Task(shard=self._shard(parameter, state), grad=grad, rule=self._rule, hyper=hyper)
+        moments = {key: local(value) for key, value in state.items()}
+        return PlainTask(weight=local(parameter), grad=grad, state=moments, rule=self._rule, hyper=hyper)
 
-    def _step_tasks(self, tasks: list[Task]) -> None:
-        """Step shards, a call to each device's kernel; owners of a cut scale group agree on its absmax first."""
-        by_device: dict[torch.device, list[Task]] = {}
+    def _step_tasks(self, tasks: list[Task | PlainTask]) -> None:
+        """A call to each device's kernel; owners of a cut scale group agree on its absmax first."""
+        by_device: dict[torch.device, list[Task | PlainTask]] = {}
         for task in tasks:
-            by_device.setdefault(task.shard.codes.device, []).append(task)
+            by_device.setdefault(task.grad.device, []).append(task)
         for device, members in by_device.items():
             kernel = kernel_for(device)
-            whole = [task for task in members if task.shard.recipe.granularity is Granularity.TENSOR]
+            shards = [task for task in members if isinstance(task, Task)]
+            whole = [task for task in shards if task.shard.recipe.granularity is Granularity.TENSOR]
             kernel.measure(whole)
             agree_on_absmax([task for task in whole if task.shard.scale_group is not None])
-            kernel.step(members, self.seed, self.stats)
+            kernel.step(shards, self.seed, self.stats)
+            kernel.step_plain([task for task in members if isinstance(task, PlainTask)])
 
     def _hyper(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Hyper:
         weight = local(parameter)

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 
 from torch import Tensor
@@ -135,6 +136,7 @@ class Scalars:
     gain: float
 
 
+@functools.lru_cache(maxsize=64)
 def scalars_of(rule: Rule, hyper: Hyper) -> Scalars:
     """Scalars of a step, from its hyper-parameters."""
     displaces = hyper.injection is Injection.DISPLACEMENT

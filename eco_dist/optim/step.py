@@ -87,6 +87,22 @@ class Task:
         return scalars_of(self.rule, self.hyper)
 
 
+@dataclasses.dataclass(kw_only=True)
+class PlainTask:
+    """A high-precision parameter to step: `Task` without codes; `state` holds fp32 moments, local tensors."""
+
+    weight: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    rule: Rule
+    hyper: Hyper
+
+    @functools.cached_property
+    def scalars(self) -> Scalars:
+        """What the step multiplies with."""
+        return scalars_of(self.rule, self.hyper)
+
+
 def measure_absmax(task: Task) -> None:
     """Set a task's absmax from this rank's rows; the shard does not change."""
     updated, _, _ = _update(task)
@@ -124,15 +140,14 @@ def step(task: Task, seed: int, stats: StepStats | None = None) -> None:
     _encode_moments(shard, moments)
 
 
-def step_plain(weight: Tensor, grad: Tensor, state: dict[str, Tensor], rule: Rule, hyper: Hyper) -> None:
+def step_plain(task: PlainTask) -> None:
     """Ordinary step of a high-precision parameter, in place."""
-    scalars = scalars_of(rule, hyper)
-    if rule is Rule.SGD:
-        updated = rules.sgd(weight.float(), grad.float(), state[StateKey.EXP_AVG], scalars)
+    theta, grad, state = task.weight.float(), task.grad.float(), task.state
+    if task.rule is Rule.SGD:
+        updated = rules.sgd(theta, grad, state[StateKey.EXP_AVG], task.scalars)
     else:
-        moments = state[StateKey.EXP_AVG], state[StateKey.EXP_AVG_SQ]
-        updated, _ = rules.adamw(weight.float(), grad.float(), *moments, scalars)
-    weight.copy_(updated)
+        updated, _ = rules.adamw(theta, grad, state[StateKey.EXP_AVG], state[StateKey.EXP_AVG_SQ], task.scalars)
+    task.weight.copy_(updated)
 
 
 def is_steppable(grad: Tensor) -> Tensor:

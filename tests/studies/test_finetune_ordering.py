@@ -7,7 +7,10 @@ import pytest
 from eco_dist.experiments import finetune
 
 WITHIN_MASTER = 0.003
-"""Nats that compensation `momentum` may be above fp8 and fp32 master weights."""
+"""Nats that compensation `momentum` may be above the same FP8 weights with fp32 master weights."""
+
+WITHIN_FP32 = 0.005
+"""Nats that it may be above fp32 weights: the FP8 forward pass has its own price."""
 
 WITHIN_FP8 = 0.002
 """Nats that cheaper moments may add."""
@@ -24,7 +27,7 @@ def test_ordering_on_two_seeds(result: finetune.Result) -> None:
     """Losing the error is worse than injecting it, on every seed, and injecting it is close to master weights."""
     assert all(gap > WITHIN_MASTER for gap in result.gap("fp8-naive", "fp8"))
     assert all(gap < WITHIN_MASTER for gap in result.gap("fp8", "fp8-master"))
-    assert sum(result.gap("fp8", "fp32-master")) / 2 < WITHIN_MASTER
+    assert all(gap < WITHIN_FP32 for gap in result.gap("fp8", "fp32-master"))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from eco_dist.optim.kernels.reference import ReferenceKernel
 from eco_dist.optim.rules import Hyper, Rule, Schedule
 from eco_dist.optim.shard import Shard
 from eco_dist.optim.state import allocate_state
-from eco_dist.optim.step import StepStats, Task
+from eco_dist.optim.step import PlainTask, StepStats, Task
 from eco_dist.recipe import RECIPES, Compensation, Injection, Recipe, ResidualFormat
 from eco_dist.weights import QuantizedWeight
 
@@ -217,3 +217,32 @@ def test_maximize_and_other_dtypes(kernel: CpuKernel) -> None:
     take(kernel, tasks[1:])
     for shard in shards[1:]:
         assert all(torch.equal(shard_tensor, tensors_of(shards[0])[k]) for k, shard_tensor in tensors_of(shard).items())
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("shape", [(300,), (128, 3), (1,), (0,), (4, 128), (1000, 37)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_plain_parameters_are_bit_equal(
+    kernel: CpuKernel, rule: Rule, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    weights = [torch.randn(shape, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
+    states = [allocate_state(weight, second_moment=rule is Rule.ADAMW) for weight in weights]
+    for step in (1, 2, 3):
+        grad = torch.randn(shape, generator=torch.Generator().manual_seed(step)).to(dtype)
+        hyper = Hyper(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step)
+        for backend, weight, state in zip((REFERENCE, kernel), weights, states, strict=True):
+            backend.step_plain([PlainTask(weight=weight, grad=grad, state=state, rule=rule, hyper=hyper)])
+        assert torch.equal(*weights)
+        assert all(torch.equal(states[1][key], value) for key, value in states[0].items())
+
+
+def test_plain_parameters_of_another_kind_take_the_reference(kernel: CpuKernel) -> None:
+    """bf16, and fp32 with strides."""
+    for weight in (torch.randn(8, 8).bfloat16(), torch.randn(8, 8).t()):
+        other = weight.clone()
+        states = [allocate_state(w, second_moment=True) for w in (weight, other)]
+        hyper = Hyper(lr=1e-1, beta1=0.9, beta2=0.95, eps=1e-8)
+        grad = torch.randn(8, 8)
+        for backend, w, state in zip((REFERENCE, kernel), (weight, other), states, strict=True):
+            backend.step_plain([PlainTask(weight=w, grad=grad, state=state, rule=Rule.ADAMW, hyper=hyper)])
+        assert torch.equal(weight, other)

@@ -22,7 +22,7 @@ from torch import Tensor
 from eco_dist.optim.kernels.build import BuildError
 from eco_dist.optim.kernels.cpu import load
 from eco_dist.optim.kernels.reference import ReferenceKernel
-from eco_dist.optim.step import StepStats, Task
+from eco_dist.optim.step import PlainTask, StepStats, Task
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,9 @@ class Kernel(Protocol):
 
     def step(self, tasks: Sequence[Task], seed: int, stats: StepStats | None) -> None:
         """Step every shard in place."""
+
+    def step_plain(self, tasks: Sequence[PlainTask]) -> None:
+        """Step high-precision parameters in place, with the same rule and nothing to round."""
 
     def is_steppable(self, grad: Tensor) -> bool | Tensor:
         """Whether every element of a gradient is finite and its magnitude below 2^63."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from eco_dist.numerics import Format, Granularity, MomentFormat, Rounding
 from eco_dist.numerics.moments import dynamic_map
 from eco_dist.optim.kernels.build import BuildError, library, supported_isas
-from eco_dist.optim.rules import Rule
+from eco_dist.optim.rules import Rule, Scalars
 from eco_dist.optim.shard import StateKey
-from eco_dist.optim.step import StepStats, Task
+from eco_dist.optim.step import PlainTask, StepStats, Task, step_plain
 from eco_dist.recipe import Compensation, Injection, Recipe, ResidualFormat
 
 _POINTERS = (
@@ -52,13 +52,17 @@ _KINDS = (
 )
 
 
+class _Scalars(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_float) for name in _SCALARS)
+
+
 class _Shard(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in ("rows", "columns", "first_row")),
         ("seed", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in ("tensor", "step")),
-        *((name, ctypes.c_float) for name in _SCALARS),
+        ("scalars", _Scalars),
     )
 
 
@@ -82,6 +86,7 @@ class _Stats(ctypes.Structure):
 _FORMATS = {
     format: number for number, format in enumerate((Format.E4M3, Format.E5M2, Format.INT8, Format.INT4, Format.BF16))
 }
+_PLAIN_FORMAT = len(_FORMATS)
 _GRANULARITIES = {Granularity.ROW: 0, Granularity.BLOCK: 1, Granularity.TENSOR: 2, None: 3}
 _COMPENSATIONS = {
     Compensation.MOMENTUM: 0,
@@ -135,6 +140,20 @@ class CpuKernel:
                 stats.moved += counted.moved
                 stats.elements += counted.elements
 
+    def step_plain(self, tasks: Sequence[PlainTask]) -> None:
+        """Step high-precision parameters in place; those that are not contiguous fp32 take the reference."""
+        groups: dict[tuple[Rule, bool], list[PlainTask]] = {}
+        for task in tasks:
+            if task.weight.dtype is torch.float32 and task.weight.is_contiguous():
+                groups.setdefault((task.rule, task.grad.dtype is torch.bfloat16), []).append(task)
+            else:
+                step_plain(task)
+        for (rule, grad_is_bf16), members in groups.items():
+            shards, keep = _describe_plain(members)
+            kind = _plain_kind(rule, grad_is_bf16)
+            self._library.eco_step(shards, len(members), ctypes.byref(kind), None, torch.get_num_threads())
+            del keep
+
     def is_steppable(self, grad: Tensor) -> bool:
         """Whether every element of a gradient is finite and its magnitude below 2^63."""
         grad = _ready(grad)
@@ -167,11 +186,12 @@ def _ready(grad: Tensor) -> Tensor:
 
 
 def _by_kind(tasks: Sequence[Task]) -> list[tuple[_Kind, list[Task]]]:
-    groups: dict[tuple[Recipe, Rule, bool], list[Task]] = {}
+    # By identity: hashing a recipe's fields for every weight would cost more than describing the weight.
+    groups: dict[tuple[int, Rule, bool], list[Task]] = {}
     for task in tasks:
-        key = (task.shard.recipe, task.rule, task.grad.dtype is torch.bfloat16)
+        key = (id(task.shard.recipe), task.rule, task.grad.dtype is torch.bfloat16)
         groups.setdefault(key, []).append(task)
-    return [(_kind(*key), members) for key, members in groups.items()]
+    return [(_kind(group[0].shard.recipe, *key[1:]), group) for key, group in groups.items()]
 
 
 @functools.cache
@@ -192,6 +212,18 @@ def _kind(recipe: Recipe, rule: Rule, grad_is_bf16: bool) -> _Kind:
         kind.dynamic_values[index] = values.data_ptr()
         kind.dynamic_middles[index] = middles.data_ptr()
     return kind
+
+
+@functools.cache
+def _plain_kind(rule: Rule, grad_is_bf16: bool) -> _Kind:
+    return _Kind(
+        format=_PLAIN_FORMAT,
+        granularity=_GRANULARITIES[None],
+        compensation=_COMPENSATIONS[Compensation.NONE],
+        moments=_MOMENTS[MomentFormat.FP32],
+        grad_is_bf16=grad_is_bf16,
+        rule=_SGD if rule is Rule.SGD else _ADAMW,
+    )
 
 
 @functools.cache
@@ -224,6 +256,25 @@ def _describe(tasks: Sequence[Task], seed: int = 0) -> tuple[ctypes.Array[_Shard
         entry.seed = seed & 0xFFFFFFFFFFFFFFFF
         entry.tensor = shard.tensor_id
         entry.step = task.hyper.step & 0xFFFFFFFF
-        for name in _SCALARS:
-            setattr(entry, name, getattr(task.scalars, name))
+        entry.scalars = _scalars(task.scalars)
     return shards, keep
+
+
+def _describe_plain(tasks: Sequence[PlainTask]) -> tuple[ctypes.Array[_Shard], list[Tensor]]:
+    shards = (_Shard * len(tasks))()
+    keep = []
+    for entry, task in zip(shards, tasks, strict=True):
+        grad = _ready(task.grad)
+        keep.append(grad)
+        entry.codes, entry.grad = task.weight.data_ptr(), grad.data_ptr()
+        for key in (StateKey.EXP_AVG, StateKey.EXP_AVG_SQ):
+            setattr(entry, key, task.state[key].data_ptr() if key in task.state else None)
+        entry.rows, entry.columns = 1, task.weight.numel()
+        entry.scalars = _scalars(task.scalars)
+    return shards, keep
+
+
+@functools.lru_cache(maxsize=64)
+def _scalars(scalars: Scalars) -> _Scalars:
+    """The scalars as C floats; most weights of a step share them."""
+    return _Scalars(*(getattr(scalars, name) for name in _SCALARS))

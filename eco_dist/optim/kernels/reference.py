@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from eco_dist.optim import step as reference
-from eco_dist.optim.step import StepStats, Task
+from eco_dist.optim.step import PlainTask, StepStats, Task
 
 
 class ReferenceKernel:
@@ -24,6 +24,11 @@ class ReferenceKernel:
         """Step every shard in place."""
         for task in tasks:
             reference.step(task, seed, stats)
+
+    def step_plain(self, tasks: Sequence[PlainTask]) -> None:
+        """Step high-precision parameters in place."""
+        for task in tasks:
+            reference.step_plain(task)
 
     def is_steppable(self, grad: Tensor) -> Tensor:
         """Whether every element of a gradient is finite and its magnitude below 2^63."""

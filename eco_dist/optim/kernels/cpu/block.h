@@ -48,7 +48,7 @@ template <Format F> INLINE void read_codes(const void* codes, float* out) {
         unpack_int4((const uint8_t*)codes, nibbles);
         codes = nibbles;
     }
-    constexpr int bytes = F == BF16 ? 2 : 1;
+    constexpr int bytes = F == INT4 ? 1 : code_bits(F) / 8;
     for (int i = 0; i < BLOCK_SIZE; i += VL) store(out + i, value_of<F>((const char*)codes + i * bytes));
 }
 
@@ -117,15 +117,15 @@ static int32_t update(const Shard& shard, const Kind& kind, const Block& block, 
 template <Format F, bool STOCHASTIC> static void encode(const Block& b, float scale, Scratch& x) {
     const float inverse = 1.0f / scale;
     alignas(64) int8_t nibbles[BLOCK_SIZE];
-    constexpr int bytes = F == BF16 ? 2 : 1;
+    constexpr int bytes = F == INT4 ? 1 : code_bits(F) / 8;
     char* out = F == INT4 ? (char*)nibbles : (char*)b.codes;
 #pragma GCC unroll 16
     for (int i = 0; i < BLOCK_SIZE; i += VL) {
         vf t = load<vf>(x.updated + i), noisy;
         vi top = STOCHASTIC ? Random::top(x.random, i) : vi{};
-        vf r = round_to_grid<F, STOCHASTIC>(F == BF16 ? t : t * inverse, top, noisy);
+        vf r = round_to_grid<F, STOCHASTIC>(is_scaled(F) ? t * inverse : t, top, noisy);
         put_codes<F>(out + i * bytes, r, noisy);
-        store(x.error + i, t - (F == BF16 ? r : r * scale));
+        store(x.error + i, t - (is_scaled(F) ? r * scale : r));
     }
     if constexpr (F == INT4)
         for (int i = 0; i < BLOCK_SIZE; i += 2)
@@ -137,7 +137,7 @@ template <Format F> INLINE void residual_units(const Block& b, float scale, floa
     read_codes<F>(b.codes, units);
     for (int i = 0; i < BLOCK_SIZE; i += VL) {
         vf step = grid_step<F>(load<vf>(units + i));
-        store(units + i, (F == BF16 ? step : step * scale) * (1.0f / RESIDUAL_STEPS));
+        store(units + i, (is_scaled(F) ? step * scale : step) * (1.0f / RESIDUAL_STEPS));
     }
 }
 

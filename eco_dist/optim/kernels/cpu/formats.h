@@ -2,7 +2,8 @@
 #pragma once
 #include "lanes.h"
 
-enum Format { E4M3, E5M2, INT8, INT4, BF16 };
+// FP32 is no format of codes: high-precision parameters take the same step with nothing to round.
+enum Format { E4M3, E5M2, INT8, INT4, BF16, FP32 };
 
 template <Format F> struct Grid;
 template <> struct Grid<E4M3> { static constexpr float max = 448; static constexpr int mantissa = 3, min_exponent = -6; };
@@ -10,6 +11,10 @@ template <> struct Grid<E5M2> { static constexpr float max = 57344; static const
 template <> struct Grid<INT8> { static constexpr float max = 127; };
 template <> struct Grid<INT4> { static constexpr float max = 7; };
 template <> struct Grid<BF16> { static constexpr float max = 0x1.fep127f; };
+template <> struct Grid<FP32> { static constexpr float max = 0x1.fffffep127f; };
+
+constexpr bool is_scaled(Format f) { return f != BF16 && f != FP32; }
+constexpr int code_bits(Format f) { return f == INT4 ? 4 : f == BF16 ? 16 : f == FP32 ? 32 : 8; }
 
 #if defined(__AVX2__)
 // E4M3 is fp16 without its lowest seven mantissa bits, times 2^8: hardware converts, subnormals included.
@@ -58,7 +63,8 @@ template <Format F> INLINE vi minifloat_code(vf value, vf sign) {
 
 // Representable values of VL codes. INT4 is unpacked by the caller.
 template <Format F> INLINE vf value_of(const void* codes) {
-    if constexpr (F == BF16) return from_bf16(load<vh>(codes));
+    if constexpr (F == FP32) return load<vf>(codes);
+    else if constexpr (F == BF16) return from_bf16(load<vh>(codes));
     else if constexpr (F == INT8 || F == INT4) return to_float(widen(load<vsb>(codes)));
 #if defined(__AVX2__)
     else if constexpr (F == E4M3) return e4m3_value(codes);
@@ -67,7 +73,8 @@ template <Format F> INLINE vf value_of(const void* codes) {
 }
 // Codes of VL representable values; `sign` has the sign a zero is to have.
 template <Format F> INLINE void put_codes(void* codes, vf value, vf sign) {
-    if constexpr (F == BF16) store(codes, low_halves((vu)value >> 16));
+    if constexpr (F == FP32) store(codes, value);
+    else if constexpr (F == BF16) store(codes, low_halves((vu)value >> 16));
     else if constexpr (F == INT8 || F == INT4) store(codes, low_bytes(to_int(value)));
 #if defined(__AVX2__)
     else if constexpr (F == E4M3) store(codes, e4m3_code(value, sign));
@@ -78,7 +85,10 @@ template <Format F> INLINE void put_codes(void* codes, vf value, vf sign) {
 // Rounds y, in units of the scale. `top` holds 16 random bits in the upper half of each lane. `t` is y plus noise.
 template <Format F, bool STOCHASTIC> INLINE vf round_to_grid(vf y, vi top, vf& t) {
     using G = Grid<F>;
-    if constexpr (F == BF16) {
+    if constexpr (F == FP32) {
+        t = y;
+        return y;
+    } else if constexpr (F == BF16) {
         vu b = (vu)y;
         b = STOCHASTIC ? b + ((vu)(top >> 16) + 32768) : b + 0x7fff + ((b >> 16) & 1);
         t = (vf)(b & 0xffff0000u);
@@ -105,6 +115,7 @@ template <Format F, bool STOCHASTIC> INLINE vf round_to_grid(vf y, vi top, vf& t
 template <Format F> INLINE vf grid_step(vf value) {
     using G = Grid<F>;
     if constexpr (F == INT8 || F == INT4) return splat(1.0f);
+    else if constexpr (F == FP32) return splat(0.0f);
     else if constexpr (F == BF16) return floats(larger(bits(value) & 0x7f800000, splat(int32_t(1 << 23)))) * 0x1p-7f;
     else return floats(larger(bits(value) & 0x7f800000, splat(int32_t((127 + G::min_exponent) << 23))) - (G::mantissa << 23));
 }

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 struct Shard {
-    void* codes;
+    void* codes;         // of format FP32: the weight itself
     float* scales;       // null for BF16
     const void* grad;    // fp32 or bf16
     void* exp_avg;

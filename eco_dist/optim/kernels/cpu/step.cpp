@@ -14,12 +14,12 @@ struct Layout {
     int code_bits, moment_bytes, grad_bytes, extra_bytes;
 };
 
-const int CODE_BITS[] = {8, 8, 8, 4, 16}, MOMENT_BYTES[] = {4, 2, 1, 1};
+const int MOMENT_BYTES[] = {4, 2, 1, 1};
 
 Layout layout_of(const Shard& s, const Kind& k) {
     Layout l;
     l.blocks = (s.columns + BLOCK_SIZE - 1) / BLOCK_SIZE;
-    l.code_bits = CODE_BITS[k.format];
+    l.code_bits = code_bits((Format)k.format);
     l.code_row = (s.columns * l.code_bits + 7) / 8;
     l.moment_bytes = MOMENT_BYTES[k.moments];
     l.grad_bytes = k.grad_is_bf16 ? 2 : 4;
@@ -52,7 +52,7 @@ Block block_at(const Shard& s, const Kind& k, const Layout& l, int64_t row, int6
 
 // A short block, copied to full length and back.
 struct Staged {
-    alignas(64) char codes[2 * BLOCK_SIZE]{}, grad[4 * BLOCK_SIZE]{}, m[4 * BLOCK_SIZE]{}, v[4 * BLOCK_SIZE]{},
+    alignas(64) char codes[4 * BLOCK_SIZE]{}, grad[4 * BLOCK_SIZE]{}, m[4 * BLOCK_SIZE]{}, v[4 * BLOCK_SIZE]{},
         extra[4 * BLOCK_SIZE]{};
     Block inner, outer;
     size_t code_bytes, moment_bytes, extra_bytes;
@@ -121,7 +121,8 @@ template <template <Format> class T, class Action> auto by_format(int format, Ac
         case E5M2: return action(T<E5M2>());
         case INT8: return action(T<INT8>());
         case INT4: return action(T<INT4>());
-        default: return action(T<BF16>());
+        case BF16: return action(T<BF16>());
+        default: return action(T<FP32>());
     }
 }
 
