@@ -9,7 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from eco_dist import ECOAdamW, quantize_weights_
 from eco_dist.numerics import Format, Granularity, MomentFormat, Rounding
 from eco_dist.optim.kernels.build import ISA_FLAGS, supported_isas
 from eco_dist.optim.kernels.cpu import CpuKernel
@@ -246,3 +249,31 @@ def test_plain_parameters_of_another_kind_take_the_reference(kernel: CpuKernel) 
         for backend, w, state in zip((REFERENCE, kernel), (weight, other), states, strict=True):
             backend.step_plain([PlainTask(weight=w, grad=grad, state=state, rule=Rule.ADAMW, hyper=hyper)])
         assert torch.equal(weight, other)
+
+
+class LargestResult(TorchDispatchMode):
+    """Elements of the largest tensor an operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-8bit", "fp8-residual", "paper", "bf16", "fp32-master"])
+def test_a_step_allocates_nothing_of_a_parameters_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel works in blocks; the plain torch step, which does allocate, shows that this test can fail."""
+    layer = torch.nn.Linear(256, 512)
+    quantize_weights_(layer, name)
+    optimizer = ECOAdamW(layer.parameters(), lr=1e-3)
+    for backend, allocates in (("cpu", False), ("reference", True)):
+        monkeypatch.setenv("ECO_DIST_KERNEL", backend)
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones(parameter.shape)
+        optimizer.step()  # the first one allocates the state
+        with LargestResult() as largest:
+            optimizer.step()
+        assert (largest.elements >= layer.weight.numel()) == allocates

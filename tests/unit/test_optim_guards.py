@@ -10,6 +10,7 @@ from eco_dist.numerics import decode_moment
 from eco_dist.optim import ECOSGD, ECOAdamW
 from eco_dist.recipe import RECIPES, Recipe
 from eco_dist.weights import QuantizedWeight, quantize_weights_
+from tests.unit.snapshots import assert_equal, everything
 
 ALL = {
     **RECIPES,
@@ -40,21 +41,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
     for step in steps:
         set_gradients(model, step)
         optimizer.step()
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Copies of all stored bytes as they are: codes, scales, plain parameters, state with its step counts."""
-    tensors = []
-    for parameter in model.parameters():
-        is_quantized = isinstance(parameter, QuantizedWeight)
-        tensors += [parameter.codes, parameter.scales] if is_quantized else [parameter.detach()]
-        tensors += [value for _, value in sorted(optimizer.state.get(parameter, {}).items())]
-    return [tensor.clone() for tensor in tensors]
-
-
-def assert_equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> None:
-    assert len(one) == len(two)
-    assert all(torch.equal(left, right) for left, right in zip(one, two, strict=True))
 
 
 def assert_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from eco_dist.numerics import MomentFormat
 from eco_dist.optim import ECOSGD, ECOAdamW
 from eco_dist.recipe import RECIPES, Recipe
-from eco_dist.weights import QuantizedWeight, quantize_weights_
+from eco_dist.weights import quantize_weights_
+from tests.unit.snapshots import assert_equal, everything
 
 ALL = {
     **RECIPES,
@@ -41,23 +42,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         optimizer.param_groups[0]["lr"] = 0.02 / (1 + step % 4)
         optimizer.step()
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Copies of all stored bytes: codes, scales, plain parameters, state."""
-    tensors = []
-    for parameter in model.parameters():
-        is_quantized = isinstance(parameter, QuantizedWeight)
-        tensors += [parameter.codes, parameter.scales] if is_quantized else [parameter.detach()]
-        tensors += [value for _, value in sorted(optimizer.state.get(parameter, {}).items())]
-    return [tensor.clone() for tensor in tensors]
-
-
-def assert_equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> None:
-    assert len(one) == len(two)
-    for left, right in zip(one, two, strict=True):
-        assert left.dtype == right.dtype
-        assert torch.equal(left, right)
 
 
 def through_a_file(thing: dict) -> dict:

@@ -66,6 +66,30 @@ template <Moments M, bool SECOND> INLINE vf moment_at(const void* stored, float 
     } else return load<vf>(unpacked + i);
 }
 
+// The rule, see eco_dist/optim/rules.py; the only copy of it on this side. New moments in place, d into `d` (AdamW);
+// returns the updated weight.
+template <Rule R> INLINE vf updated_weight(const Shard& s, vf w, vf g, vf& m, vf& v, vf& d) {
+    g = g * s.grad_scale;
+    if constexpr (R == SGD) {
+        m = m * s.beta1 + g * s.factor1;
+        return w * s.decay - m * s.step_size;
+    } else {
+        v = v * s.beta2 + (g * g) * s.factor2;
+        d = root(v) * s.root2 + s.eps;
+        if constexpr (R == ADAMW_DISPLACEMENT) {
+            m = m * s.beta1 + (g / d) * s.factor1;
+            return w * s.decay - m;
+        } else {
+            m = m * s.beta1 + g * s.factor1;
+            return w * s.decay - (m / d) * s.step_size;
+        }
+    }
+}
+template <Rule R> INLINE vf injected(vf m, vf e, const float* d, float gain) {
+    if (R == ADAMW) e = e * load<vf>(d);
+    return m + e * gain;
+}
+
 INLINE void copy(void* to, const float* from) {
     for (int i = 0; i < BLOCK_SIZE; i += VL) store((float*)to + i, load<vf>(from + i));
 }
@@ -87,22 +111,10 @@ static int32_t update(const Shard& shard, const Kind& kind, const Block& block, 
     for (int i = 0; i < BLOCK_SIZE; i += VL) {
         vf w = INLINE_E4M3 ? value_of<E4M3>((const uint8_t*)b.codes + i) * scale : load<vf>(x.weight + i);
         vf g = BF16_GRAD ? from_bf16(load<vh>((const uint16_t*)b.grad + i)) : load<vf>((const float*)b.grad + i);
-        g = g * s.grad_scale;
-        vf m = moment_at<M, false>(b.exp_avg, m_scale, x.m, i), t;
-        if constexpr (R == SGD) {
-            m = m * s.beta1 + g * s.factor1;
-            t = w * s.decay - m * s.step_size;
-        } else {
-            vf v = moment_at<M, true>(b.exp_avg_sq, v_scale, x.v, i);
-            v = v * s.beta2 + (g * g) * s.factor2;
-            vf d = root(v) * s.root2 + s.eps;
-            if constexpr (R == ADAMW_DISPLACEMENT) {
-                m = m * s.beta1 + (g / d) * s.factor1;
-                t = w * s.decay - m;
-            } else {
-                m = m * s.beta1 + g * s.factor1;
-                t = w * s.decay - (m / d) * s.step_size;
-            }
+        vf m = moment_at<M, false>(b.exp_avg, m_scale, x.m, i), v{}, d{};
+        if constexpr (R != SGD) v = moment_at<M, true>(b.exp_avg_sq, v_scale, x.v, i);
+        const vf t = updated_weight<R>(s, w, g, m, v, d);
+        if constexpr (R != SGD) {
             store(new_v + i, v);
             store(x.denominator + i, d);
         }
@@ -226,10 +238,7 @@ INLINE void store_moments(const Kind& kind, const Block& b, Scratch& x) {
     }
 }
 
-template <bool WITH_DENOMINATOR> INLINE void inject(float gain, Scratch& x) {
-    for (int i = 0; i < BLOCK_SIZE; i += VL) {
-        vf e = load<vf>(x.error + i);
-        if (WITH_DENOMINATOR) e = e * load<vf>(x.denominator + i);
-        store(x.m + i, load<vf>(x.m + i) + e * gain);
-    }
+template <Rule R> INLINE void inject(float gain, Scratch& x) {
+    for (int i = 0; i < BLOCK_SIZE; i += VL)
+        store(x.m + i, injected<R>(load<vf>(x.m + i), load<vf>(x.error + i), x.denominator + i, gain));
 }

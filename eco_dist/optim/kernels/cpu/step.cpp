@@ -159,7 +159,7 @@ struct Step {
         if (kind.compensation == RESIDUAL)
             by_format<Of>(kind.format, [&](auto of) { keep<decltype(of)>(s, b, scale, x); });
         else if (kind.compensation == MASTER) copy(b.extra, x.updated);
-        else if (kind.compensation == MOMENTUM) kind.rule == ADAMW ? inject<true>(s.gain, x) : inject<false>(s.gain, x);
+        else if (kind.compensation == MOMENTUM) kind.rule == ADAMW ? inject<ADAMW>(s.gain, x) : inject<SGD>(s.gain, x);
         if (b.length < BLOCK_SIZE)
             for (int i = b.length; i < BLOCK_SIZE; i++) x.m[i] = 0;
         store_moments(kind, b, x);

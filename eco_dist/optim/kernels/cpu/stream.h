@@ -56,19 +56,11 @@ template <bool STOCHASTIC, Moments M, bool BF16_GRAD, Rule R> struct Stream {
 
     INLINE_MEMBER vf update(Half& h, int64_t at, int i, float scale) {
         const vf w = value_of<E4M3>((const uint8_t*)s.codes + at + i) * scale;
-        const vf g = (BF16_GRAD ? from_bf16(load<vh>((const uint16_t*)s.grad + at + i)) : load<vf>((const float*)s.grad + at + i)) * s.grad_scale;
-        vf m = moment_at<M, false>(s.exp_avg, 1, nullptr, at + i), v = moment_at<M, true>(s.exp_avg_sq, 1, nullptr, at + i), t;
-        v = v * s.beta2 + (g * g) * s.factor2;
+        const vf g = BF16_GRAD ? from_bf16(load<vh>((const uint16_t*)s.grad + at + i)) : load<vf>((const float*)s.grad + at + i);
+        vf m = moment_at<M, false>(s.exp_avg, 1, nullptr, at + i), v = moment_at<M, true>(s.exp_avg_sq, 1, nullptr, at + i), d;
+        const vf t = updated_weight<R>(s, w, g, m, v, d);
         put_moment<M>(s.exp_avg_sq, at + i, v);
-        const vf d = root(v) * s.root2 + s.eps;
-        if constexpr (R == ADAMW_DISPLACEMENT) {
-            m = m * s.beta1 + (g / d) * s.factor1;
-            t = w * s.decay - m;
-        } else {
-            m = m * s.beta1 + g * s.factor1;
-            t = w * s.decay - (m / d) * s.step_size;
-            store(h.denominator + i, d);
-        }
+        if (R == ADAMW) store(h.denominator + i, d);
         store(h.m + i, m);
         store(h.updated + i, t);
         return t;
@@ -79,9 +71,7 @@ template <bool STOCHASTIC, Moments M, bool BF16_GRAD, Rule R> struct Stream {
         vf noisy;
         const vf r = round_to_grid<E4M3, STOCHASTIC>(t * h.inverse, STOCHASTIC ? Random::top(h.random, i) : vi{}, noisy);
         put_codes<E4M3>((uint8_t*)s.codes + at + i, r, noisy);
-        vf e = t - r * h.scale;
-        if (R == ADAMW) e = e * load<vf>(h.denominator + i);
-        put_moment<M>(s.exp_avg, at + i, load<vf>(h.m + i) + e * s.gain);
+        put_moment<M>(s.exp_avg, at + i, injected<R>(load<vf>(h.m + i), t - r * h.scale, h.denominator + i, s.gain));
     }
 };
 
