@@ -1,4 +1,4 @@
-"""The command line: ``eco-dist train | compare | recipes | experiment | bench``.
+"""The command line: ``eco-dist train | compare | recipes | experiment | bench | doctor``.
 
 A user's mistake (an unknown key, an impossible recipe, a missing file, a wrong world size) gives one sentence on stderr
 and exit code 2, on rank 0 alone but with that code on all ranks. A failure of the program itself gives its traceback.
@@ -137,12 +137,24 @@ class Bench:
             self.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Say what this machine has: versions, devices, the kernel that steps weights, optional packages."""
+
+    def run(self) -> None:
+        """Print the table."""
+        from eco_dist import doctor
+
+        _console().print(doctor.table())
+
+
 Command = (
     Annotated[Train, tyro.conf.subcommand("train", prefix_name=False)]
     | Annotated[Compare, tyro.conf.subcommand("compare", prefix_name=False)]
     | Annotated[Recipes, tyro.conf.subcommand("recipes", prefix_name=False)]
     | Annotated[Experiment, tyro.conf.subcommand("experiment", prefix_name=False)]
     | Annotated[Bench, tyro.conf.subcommand("bench", prefix_name=False)]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor", prefix_name=False)]
 )
 
 

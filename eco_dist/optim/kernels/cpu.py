@@ -12,6 +12,7 @@ from torch import Tensor
 from eco_dist.numerics import Format, Granularity, MomentFormat, Rounding
 from eco_dist.numerics.moments import dynamic_map
 from eco_dist.optim.kernels.build import BuildError, library, supported_isas
+from eco_dist.optim.kernels.selfcheck import reproduces_reference
 from eco_dist.optim.rules import Rule, Scalars
 from eco_dist.optim.shard import StateKey
 from eco_dist.optim.step import PlainTask, StepStats, Task, step_plain
@@ -164,17 +165,21 @@ class CpuKernel:
 
 
 def load() -> CpuKernel:
-    """The best kernel this machine can run.
+    """The best kernel this machine can run and that reproduces the reference here.
 
     Raises:
-        BuildError: if none can be built and loaded.
+        BuildError: if there is none.
     """
     reasons = []
     for isa in supported_isas():
         try:
-            return CpuKernel(isa)
+            kernel = CpuKernel(isa)
         except (BuildError, OSError) as error:
             reasons.append(str(error))
+            continue
+        if reproduces_reference(kernel):
+            return kernel
+        reasons.append(f"the {isa} build does not reproduce the reference step on this processor")
     raise BuildError("; ".join(dict.fromkeys(reasons)))
 
 

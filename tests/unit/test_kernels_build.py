@@ -1,0 +1,87 @@
+"""Building the kernel: into a cache, once, and what happens where it cannot be built."""
+
+import logging
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from eco_dist.optim import kernels
+from eco_dist.optim.kernels import build, cpu
+from eco_dist.optim.step import StepStats, Task
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ECO_DIST_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_it_is_built_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build.library("portable")
+    assert path.parent == cache / "eco_dist"
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("built twice"))
+    assert build.library("portable") == path
+    assert [file.suffix for file in path.parent.iterdir()] == [".so"]
+
+
+def test_another_source_is_another_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = build._digest("avx2")
+    assert build._digest("portable") != before
+    monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-g"])
+    assert build._digest("avx2") != before
+
+
+@pytest.mark.parametrize(
+    ("compiler", "sentence"), [("", r"expected a C\+\+ compiler"), ("/bin/false", "/bin/false failed for portable")]
+)
+def test_without_a_working_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, sentence: str) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    with pytest.raises(build.BuildError, match=sentence):
+        build.library("portable")
+    assert not list(cache.rglob("*.so"))
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ECO_DIST_CACHE", str(tmp_path / "file"))
+    with pytest.raises(build.BuildError, match="expected a writable cache directory"):
+        build.library("portable")
+
+
+def test_the_fallback_is_said_once_and_refused_when_the_kernel_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise build.BuildError("no compiler here")
+
+    monkeypatch.setattr(kernels, "load", broken)
+    kernels._cpu.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            names = [kernels._cpu(False).name for _ in range(3)]
+        assert names == ["reference, plain torch"] * 3
+        assert [record.message.count("no compiler here") for record in caplog.records] == [1]
+        with pytest.raises(build.BuildError):
+            kernels._cpu(True)
+    finally:
+        kernels._cpu.cache_clear()
+
+
+def test_a_build_that_differs_from_the_reference_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the best build flips one bit of a code; the next one is taken."""
+    isas = build.supported_isas()
+    honest = cpu.CpuKernel.step
+
+    def step(self: cpu.CpuKernel, tasks: list[Task], seed: int, stats: StepStats | None) -> None:
+        honest(self, tasks, seed, stats)
+        if isas[0] in self.name:
+            tasks[0].shard.codes[0, 0] ^= 1
+
+    monkeypatch.setattr(cpu.CpuKernel, "step", step)
+    if len(isas) == 1:
+        with pytest.raises(build.BuildError, match="does not reproduce the reference"):
+            cpu.load()
+    else:
+        assert isas[1] in cpu.load().name
