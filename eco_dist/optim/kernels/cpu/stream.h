@@ -22,6 +22,8 @@ template <Moments M> INLINE void put_moment(void* out, int64_t i, vf x) {
     else store((uint16_t*)out + i, to_bf16(x));
 }
 
+constexpr int AHEAD = 4 * BLOCK_SIZE, LINE = 16;  // elements; a line of 64 bytes holds 16 fp32 numbers
+
 template <bool STOCHASTIC, Moments M, bool BF16_GRAD, Rule R> struct Stream {
     const Shard s;
     Half halves[2];
@@ -48,10 +50,21 @@ template <bool STOCHASTIC, Moments M, bool BF16_GRAD, Rule R> struct Stream {
         vi absmax{};
 #pragma GCC unroll 2
         for (int i = 0; i < BLOCK_SIZE; i += VL) {
+            if (UPDATES && i % LINE == 0) fetch(next + AHEAD + i);
             if (UPDATES) absmax = larger(absmax, bits(update(now, next, i, scale)) & 0x7fffffff);
             if (FINISHES) finish(last, done, i);
         }
         return largest_lane(absmax);
+    }
+
+    // A few blocks ahead of the hardware's own prefetching, which loses track of five streams. Reading beyond the end is
+    // no access.
+    INLINE_MEMBER void fetch(int64_t at) {
+        constexpr int moment_bytes = M == M_FP32 ? 4 : 2, grad_bytes = BF16_GRAD ? 2 : 4;
+        __builtin_prefetch((const char*)s.grad + at * grad_bytes);
+        __builtin_prefetch((const char*)s.exp_avg + at * moment_bytes, 1);
+        __builtin_prefetch((const char*)s.exp_avg_sq + at * moment_bytes, 1);
+        __builtin_prefetch((const char*)s.codes + at, 1);
     }
 
     INLINE_MEMBER vf update(Half& h, int64_t at, int i, float scale) {
