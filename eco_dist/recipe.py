@@ -115,6 +115,11 @@ class Recipe:
         """Whether the error goes into the momentum."""
         return self.compensation is Compensation.MOMENTUM
 
+    @property
+    def injection_in_force(self) -> Injection:
+        """Form of the rule: where nothing is injected, the ordinary one, whatever the field says."""
+        return self.injection if self.injects else Injection.PAPER
+
     def replace(self, **changes: Any) -> Recipe:
         """A copy with some fields changed; enum fields also accept their value as a string.
 

@@ -15,7 +15,7 @@ from eco_dist.optim.rules import Hyper, Rule
 from eco_dist.optim.shard import Shard
 from eco_dist.optim.state import allocate_state
 from eco_dist.optim.step import Task
-from eco_dist.recipe import Injection, Recipe
+from eco_dist.recipe import Recipe
 from eco_dist.weights import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -119,17 +119,9 @@ def _eco(name: str, shape: tuple[int, int], grad: Tensor) -> Callable[[], object
     """The kernel's step alone, as fused AdamW is timed: no scan of the gradients, which has a line of its own."""
     recipe = Recipe.from_name(name)
     weight = QuantizedWeight.from_values(_parameter(shape).detach(), recipe)
-    shard = Shard(
-        codes=weight.codes,
-        scales=weight.scales,
-        recipe=recipe,
-        columns=shape[1],
-        first_row=0,
-        tensor_id=weight.tensor_id,
-        state=allocate_state(weight, second_moment=True),
-    )
-    injection = recipe.injection if recipe.injects else Injection.PAPER
-    hyper = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10, injection=injection)
+    shard = Shard.of(weight, allocate_state(weight, second_moment=True))
+    form = recipe.injection_in_force
+    hyper = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10, injection=form)
     task = Task(shard=shard, grad=grad, rule=Rule.ADAMW, hyper=hyper)
     kernel = kernel_for(grad.device)
 

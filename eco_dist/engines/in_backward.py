@@ -6,12 +6,10 @@ process and under FSDP2, which calls these hooks after its reduce-scatter.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from eco_dist.optim import ECOOptimizer
-from eco_dist.optim.shard import local, scale_group
-from eco_dist.weights import QuantizedWeight
+from eco_dist.optim.shard import scale_group
 
 
 class StepInBackward:
@@ -83,17 +81,10 @@ def step_in_backward(
             continue
         if id(parameter) not in known:
             raise ValueError(f"expected '{name}' in the optimizer, got an optimizer without it; pass all parameters")
-        _check_scale(name, parameter)
+        if scale_group(parameter) is not None:
+            raise ValueError(
+                f"expected row or block scales with step_in_backward, got granularity 'tensor' for the sharded "
+                f"'{name}': its ranks would have to agree on the scale inside backward"
+            )
         parameters.append(parameter)
     return StepInBackward(optimizer, parameters)
-
-
-def _check_scale(name: str, parameter: torch.Tensor) -> None:
-    weight = local(parameter)
-    if not isinstance(weight, QuantizedWeight) or weight.recipe.granularity is None:
-        return
-    if weight.recipe.granularity.value == "tensor" and scale_group(parameter) is not None:
-        raise ValueError(
-            f"expected row or block scales with step_in_backward, got granularity 'tensor' for the sharded '{name}': "
-            "its ranks would have to agree on the scale inside backward"
-        )

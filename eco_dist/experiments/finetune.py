@@ -11,9 +11,17 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from eco_dist.training import TrainConfig, load_config, read_summary, train
+from eco_dist.training import TrainConfig, read_summary, train
+from eco_dist.training.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RecipeConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from eco_dist.training.summary import SUMMARY_FILE
 
 if TYPE_CHECKING:
@@ -122,26 +130,23 @@ def _config(
     recipe: str = "fp32-master",
     init_from: Path | None = None,
 ) -> TrainConfig:
-    values: dict[str, Any] = {
-        "model.preset": settings.preset,
-        "model.init_from": init_from,
-        "recipe": recipe,
-        "data.seq_len": settings.seq_len,
-        "data.batch": settings.batch,
-        "optimizer.lr": lr,
-        "optimizer.beta2": 0.95,
-        "schedule.final": 0.0,
-        "run.directory": directory,
-        "run.steps": steps,
-        "run.seed": seed,
-        "run.log_every": 100,
-        "run.eval_every": steps,
-        "run.eval_sequences": settings.eval_sequences,
-        "run.overwrite": True,
-        "run.plot": False,
-    }
-    overrides = [f"{key}={'null' if value is None else value}" for key, value in values.items()]
-    return load_config(None, overrides)
+    return TrainConfig(
+        model=ModelConfig(preset=settings.preset, init_from=init_from),
+        recipe=RecipeConfig(name=recipe),
+        data=DataConfig(seq_len=settings.seq_len, batch=settings.batch),
+        optimizer=OptimizerConfig(lr=lr, beta2=0.95),
+        schedule=ScheduleConfig(final=0.0),
+        run=RunConfig(
+            directory=directory,
+            steps=steps,
+            seed=seed,
+            log_every=100,
+            eval_every=steps,
+            eval_sequences=settings.eval_sequences,
+            overwrite=True,
+            plot=False,
+        ),
+    )
 
 
 def _finished(config: TrainConfig) -> float:

@@ -21,7 +21,7 @@ from eco_dist.optim.rules import Hyper, Rule, Schedule
 from eco_dist.optim.shard import Shard, StateKey, check_placements, first_row, is_quantized, local, scale_group
 from eco_dist.optim.state import allocate_state, restore_dtypes
 from eco_dist.optim.step import PlainTask, StepStats, Task
-from eco_dist.recipe import Compensation, Injection
+from eco_dist.recipe import Injection
 from eco_dist.weights import QuantizedWeight
 
 
@@ -152,7 +152,7 @@ class ECOOptimizer(Optimizer):
                 raise ValueError(f"expected {name} in [0, 1), got {scalars[name]}")
         if not scalars.get("eps", 1.0) > 0.0:
             raise ValueError(f"expected eps > 0, got {scalars['eps']}: a zero gradient would divide 0 by 0")
-        if scalars["beta1"] == 0.0 and any(_compensation(p) is Compensation.MOMENTUM for p in group["params"]):
+        if scalars["beta1"] == 0.0 and any(_injects(p) for p in group["params"]):
             raise ValueError(
                 "expected beta1 (SGD: momentum) > 0 for compensation 'momentum', got 0: there is no momentum to carry "
                 "the rounding error; use compensation 'residual' (recipe 'fp8-residual')"
@@ -222,7 +222,6 @@ class ECOOptimizer(Optimizer):
 
     def _hyper(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Hyper:
         weight = local(parameter)
-        injects = isinstance(weight, QuantizedWeight) and weight.recipe.compensation is Compensation.MOMENTUM
         schedule = Schedule()
         if StateKey.LR_PEAK in state:
             schedule = Schedule(peak=float(state[StateKey.LR_PEAK]), last=float(state[StateKey.LR_LAST]))
@@ -231,8 +230,7 @@ class ECOOptimizer(Optimizer):
             weight_decay=float(group["weight_decay"]),
             step=int(state[StateKey.STEP]) + 1,
             maximize=group["maximize"],
-            # Parameters that inject nothing take the rule as it is.
-            injection=cast(QuantizedWeight, weight).recipe.injection if injects else Injection.PAPER,
+            injection=weight.recipe.injection_in_force if isinstance(weight, QuantizedWeight) else Injection.PAPER,
             schedule=schedule,
             **self._scalars(group),
         )
@@ -240,16 +238,12 @@ class ECOOptimizer(Optimizer):
     def _shard(self, parameter: Tensor, state: dict[str, Tensor]) -> Shard:
         weight = local(parameter)
         assert isinstance(weight, QuantizedWeight)
-        cut = weight.recipe.granularity is Granularity.TENSOR
-        return Shard(
-            codes=weight.codes,
-            scales=weight.scales,
-            recipe=weight.recipe,
-            columns=weight.shape[-1],
+        return Shard.of(
+            weight,
+            {key: local(value) for key, value in state.items()},
             first_row=first_row(parameter),
             tensor_id=self._stream(parameter),
-            state={key: local(value) for key, value in state.items()},
-            scale_group=scale_group(parameter) if cut else None,
+            scale_group=scale_group(parameter),
         )
 
     def _stream(self, parameter: Tensor) -> int:
@@ -269,6 +263,6 @@ class ECOOptimizer(Optimizer):
         return self._streams[id(parameter)]
 
 
-def _compensation(parameter: Tensor) -> Compensation | None:
+def _injects(parameter: Tensor) -> bool:
     weight = local(parameter)
-    return weight.recipe.compensation if isinstance(weight, QuantizedWeight) else None
+    return isinstance(weight, QuantizedWeight) and weight.recipe.injects

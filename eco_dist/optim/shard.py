@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from eco_dist.numerics import Stream
+from eco_dist.numerics import Granularity, Stream
 from eco_dist.recipe import Recipe
 from eco_dist.weights import QuantizedWeight
 
@@ -57,6 +57,28 @@ class Shard:
     tensor_id: int
     state: dict[str, Tensor]
     scale_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(
+        cls,
+        weight: QuantizedWeight,
+        state: Mapping[str, Tensor],
+        *,
+        first_row: int = 0,
+        tensor_id: int | None = None,
+        scale_group: dist.ProcessGroup | None = None,
+    ) -> Shard:
+        """The shard of a local quantized weight and its local state; of a whole weight unless told otherwise."""
+        return cls(
+            codes=weight.codes,
+            scales=weight.scales,
+            recipe=weight.recipe,
+            columns=weight.shape[-1],
+            first_row=first_row,
+            tensor_id=weight.tensor_id if tensor_id is None else tensor_id,
+            state=dict(state),
+            scale_group=scale_group,
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,11 +135,13 @@ def first_row(parameter: Tensor) -> int:
 
 
 def scale_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """Ranks that share the single scale of a tensor with granularity `tensor`; None if this rank holds all rows."""
-    dim = _sharding_dim(parameter) if isinstance(parameter, DTensor) else None
-    if dim is None:
+    """Ranks that share a scale group which shard borders cut (granularity `tensor`); None if no group is cut."""
+    weight = local(parameter)
+    if not isinstance(parameter, DTensor) or not isinstance(weight, QuantizedWeight):
         return None
-    assert isinstance(parameter, DTensor)
+    dim = _sharding_dim(parameter)
+    if dim is None or weight.recipe.granularity is not Granularity.TENSOR:
+        return None
     return parameter.device_mesh.get_group(dim)
 
 

@@ -70,7 +70,7 @@ def state_layout(shape: Sequence[int], recipe: Recipe | None, *, second_moment: 
 def _layout_number(recipe: Recipe) -> float:
     """What the stored bytes mean, as a number fp32 holds exactly: E4M3 codes and dynamic-map codes look alike."""
     meaning = [recipe.moments.value, recipe.compensation.value]
-    if recipe.compensation is Compensation.MOMENTUM:
+    if recipe.injects:
         meaning.append(recipe.injection.value)
     if recipe.compensation is Compensation.RESIDUAL:
         meaning.append(recipe.residual.value)
@@ -83,7 +83,7 @@ def _compensation_state(shape: tuple[int, ...], recipe: Recipe) -> dict[str, Sta
         return {StateKey.RESIDUAL: StateTensor(shape=shape, dtype=dtype)}
     if recipe.compensation is Compensation.MASTER:
         return {StateKey.MASTER: StateTensor(shape=shape, dtype=torch.float32)}
-    if recipe.compensation is Compensation.MOMENTUM and recipe.injection is Injection.AUTO:
+    if recipe.injection_in_force is Injection.AUTO:
         return {StateKey.LR_PEAK: _COUNTER, StateKey.LR_LAST: _COUNTER}
     return {}
 
@@ -137,15 +137,15 @@ def restore_dtypes(parameter: Tensor, state: Mapping[str, object], *, second_mom
     weight = local(parameter)
     recipe = weight.recipe if isinstance(weight, QuantizedWeight) else None
     layout = state_layout(weight.shape, recipe, second_moment=second_moment)
-    same = set(layout) == set(state)
-    if same and recipe is not None:
-        same = float(cast(Tensor, state[StateKey.LAYOUT])) == layout[StateKey.LAYOUT].fill
-    if not same:
-        name = "high precision" if recipe is None else f"recipe '{recipe.name}'"
+    name = "high precision" if recipe is None else f"recipe '{recipe.name}'"
+    advice = "load state that was saved with the same recipe and optimizer"
+    if set(layout) != set(state):
         raise ValueError(
-            f"expected optimizer state {sorted(layout)} for a parameter in {name}, got {sorted(map(str, state))}; "
-            "load state that was saved with the same recipe and optimizer"
+            f"expected optimizer state {sorted(layout)} for a parameter in {name}, "
+            f"got {sorted(map(str, state))}; {advice}"
         )
+    if recipe is not None and float(cast(Tensor, state[StateKey.LAYOUT])) != layout[StateKey.LAYOUT].fill:
+        raise ValueError(f"expected optimizer state of {name}, got the same tensors in another recipe's form; {advice}")
     restored: dict[str, object] = {}
     for key, piece in layout.items():
         value = state[key]

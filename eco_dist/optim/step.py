@@ -131,7 +131,7 @@ def step(task: Task, seed: int, stats: StepStats | None = None) -> None:
     error = updated - _stored(shard)
     if stats is not None and before is not None:
         stats.add(updated, error, before, _codes_by_value(shard))
-    if recipe.compensation is Compensation.MOMENTUM:
+    if recipe.injects:
         rules.inject(moments[StateKey.EXP_AVG], error, denominator, task.scalars)
     elif recipe.compensation is Compensation.RESIDUAL:
         _store_residual(shard, error, seed, task.hyper.step)

@@ -57,15 +57,7 @@ def shard_of(recipe: Recipe, shape: tuple[int, ...], rule: Rule, seed: int, firs
     if shape[0] > 1:
         values[0] = 0
     weight = QuantizedWeight.from_values(values, recipe, tensor_id=77)
-    return Shard(
-        codes=weight.codes,
-        scales=weight.scales,
-        recipe=recipe,
-        columns=shape[-1],
-        first_row=first_row,
-        tensor_id=77,
-        state=allocate_state(weight, second_moment=rule is Rule.ADAMW),
-    )
+    return Shard.of(weight, allocate_state(weight, second_moment=rule is Rule.ADAMW), first_row=first_row)
 
 
 def task_of(shard: Shard, rule: Rule, step: int, dtype: torch.dtype = torch.float32, maximize: bool = False) -> Task:
@@ -74,7 +66,6 @@ def task_of(shard: Shard, rule: Rule, step: int, dtype: torch.dtype = torch.floa
     grad *= torch.rand(shard.shape, generator=generator) > 0.2
     lr = 3e-3 if step < 3 else 3e-2  # a jump, which injection `auto` answers
     schedule = Schedule(peak=3e-3, last=3e-3) if step > 1 else Schedule()
-    injection = shard.recipe.injection if shard.recipe.injects else Injection.PAPER
     hyper = Hyper(
         lr=lr,
         beta1=0.9,
@@ -83,7 +74,7 @@ def task_of(shard: Shard, rule: Rule, step: int, dtype: torch.dtype = torch.floa
         weight_decay=0.1,
         step=step,
         maximize=maximize,
-        injection=injection,
+        injection=shard.recipe.injection_in_force,
         schedule=schedule,
     )
     return Task(shard=shard, grad=(grad * 1e-2).to(dtype), rule=rule, hyper=hyper)

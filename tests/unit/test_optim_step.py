@@ -213,10 +213,7 @@ def test_bf16_gradients_are_stepped_as_their_fp32_values(name: str) -> None:
         weight.grad = torch.zeros(weight.shape)
         optimizer.param_groups[0]["lr"] = 0.0
         optimizer.step()  # allocates the state and changes nothing
-        shard = Shard(
-            codes=weight.codes, scales=weight.scales, recipe=weight.recipe, columns=weight.shape[-1], first_row=0,
-            tensor_id=3, state=optimizer.state[weight],
-        )  # fmt: skip
+        shard = Shard.of(weight, optimizer.state[weight])
         hyper = Hyper(lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS)
         step_shard(Task(shard=shard, grad=grad, rule=Rule.ADAMW, hyper=hyper), seed=0)
         results.append((weight.codes.float(), shard.state["exp_avg"].float()))

@@ -192,17 +192,17 @@ def _ready(grad: Tensor) -> Tensor:
 
 def _by_kind(tasks: Sequence[Task]) -> list[tuple[_Kind, list[Task]]]:
     # By identity: hashing a recipe's fields for every weight would cost more than describing the weight.
-    groups: dict[tuple[int, Rule, bool], list[Task]] = {}
+    groups: dict[tuple[int, Rule, bool, bool], list[Task]] = {}
     for task in tasks:
-        key = (id(task.shard.recipe), task.rule, task.grad.dtype is torch.bfloat16)
+        displaces = task.hyper.injection is Injection.DISPLACEMENT
+        key = (id(task.shard.recipe), task.rule, displaces, task.grad.dtype is torch.bfloat16)
         groups.setdefault(key, []).append(task)
     return [(_kind(group[0].shard.recipe, *key[1:]), group) for key, group in groups.items()]
 
 
 @functools.cache
-def _kind(recipe: Recipe, rule: Rule, grad_is_bf16: bool) -> _Kind:
+def _kind(recipe: Recipe, rule: Rule, displaces: bool, grad_is_bf16: bool) -> _Kind:
     assert recipe.format is not None
-    displaces = recipe.injects and recipe.injection is Injection.DISPLACEMENT
     kind = _Kind(
         format=_FORMATS[recipe.format],
         granularity=_GRANULARITIES[recipe.granularity],

@@ -35,15 +35,7 @@ def _agrees(kernel: Kernel, recipe: Recipe, shape: tuple[int, int]) -> bool:
     # No random generator: importing or stepping must not move the user's.
     values = torch.linspace(-3, 3, shape[0] * shape[1]).pow(5).view(shape)
     weight = QuantizedWeight.from_values(values, recipe)
-    expected = Shard(
-        codes=weight.codes,
-        scales=weight.scales,
-        recipe=recipe,
-        columns=shape[1],
-        first_row=5,
-        tensor_id=1,
-        state=allocate_state(weight, second_moment=True),
-    )
+    expected = Shard.of(weight, allocate_state(weight, second_moment=True), first_row=5, tensor_id=1)
     got = copy.deepcopy(expected)
     for step in (1, 2):
         grad = (values * step).sin()
