@@ -36,6 +36,17 @@ class Injection(enum.Enum):
     DISPLACEMENT = "displacement"
 
 
+class Idle(enum.Enum):
+    """What happens to a scale group whose gradient is zero throughout, as those of idle experts and rows are.
+
+    `step`: what AdamW does, decay and momentum move it on. `skip`: nothing in it changes, no decay either: the remedy
+    under nearest rounding, where idle experts otherwise drift further than without compensation.
+    """
+
+    STEP = "step"
+    SKIP = "skip"
+
+
 class ResidualFormat(enum.Enum):
     """How compensation `residual` stores the error: exactly, or as a signed byte in units of 1/127 grid step."""
 
@@ -54,6 +65,8 @@ class Recipe:
         compensation: what happens to the error.
         injection: form of compensation `momentum`.
         moments: storage of both moments.
+        moments_rounding: how moments in less than fp32 are rounded.
+        idle: what happens to a scale group (for `bf16`: a block) without gradient.
         residual: storage of the error under compensation `residual`.
     """
 
@@ -63,6 +76,8 @@ class Recipe:
     compensation: Compensation = Compensation.MOMENTUM
     injection: Injection = Injection.AUTO
     moments: MomentFormat = MomentFormat.FP32
+    moments_rounding: Rounding = Rounding.NEAREST
+    idle: Idle = Idle.STEP
     residual: ResidualFormat = ResidualFormat.INT8
 
     def __post_init__(self) -> None:
@@ -83,6 +98,10 @@ class Recipe:
             needs = "one of row, block, tensor" if self.format.is_scaled else "None (it stores no scales)"
             got = None if self.granularity is None else self.granularity.value
             raise ValueError(f"format '{self.format.value}' expects granularity {needs}, got {got!r}")
+        if self.idle is Idle.SKIP and self.granularity is Granularity.TENSOR:
+            raise ValueError(
+                "idle 'skip' expects granularity row or block, got 'tensor', whose one scale moves with every weight"
+            )
 
     @classmethod
     def from_name(cls, name: str) -> Recipe:
@@ -161,6 +180,8 @@ _ENUMS: dict[str, type[enum.Enum]] = {
     "compensation": Compensation,
     "injection": Injection,
     "moments": MomentFormat,
+    "moments_rounding": Rounding,
+    "idle": Idle,
     "residual": ResidualFormat,
 }
 

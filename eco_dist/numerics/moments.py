@@ -12,6 +12,8 @@ so their layout follows from the global shape. The second moment goes through it
 step divides by, and because it doubles the range in decades; a positive one never becomes zero, since the step would
 then divide by eps.
 
+Rounding is to nearest or stochastic; the second moment is rounded as its square root.
+
 The dynamic map (Dettmers et al., "8-bit optimizers via block-wise quantization", ICLR 2022, section 2.3) spends its
 256 codes on seven decades with the finest spacing in the highest.
 """
@@ -27,7 +29,7 @@ from torch import Tensor
 from eco_dist.numerics.codec import SMALLEST_SCALE, decode, encode
 from eco_dist.numerics.formats import Format
 from eco_dist.numerics.groups import Granularity, expand_to_elements, group_absmax
-from eco_dist.numerics.rounding import square_root
+from eco_dist.numerics.rounding import NOISE_UNIT, round_to_grid, square_root
 
 DECADES = 7
 
@@ -65,13 +67,16 @@ def dynamic_map(signed: bool) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32)
 
 
-def encode_moment(values: Tensor, format: MomentFormat, *, second: bool) -> tuple[Tensor, Tensor | None]:
+def encode_moment(
+    values: Tensor, format: MomentFormat, *, second: bool, halves: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Stored form of a moment.
 
     Args:
         values: fp32 `[..., columns]`; the second moment is non-negative.
         format: storage format.
         second: whether this is the second moment.
+        halves: random integers for stochastic rounding (`random_halves`); None rounds to nearest.
 
     Returns:
         The stored tensor and its block scales (None for fp32 and bf16).
@@ -79,10 +84,15 @@ def encode_moment(values: Tensor, format: MomentFormat, *, second: bool) -> tupl
     if format is MomentFormat.FP32:
         return values, None
     if format is MomentFormat.BF16:
-        return values.to(torch.bfloat16), None
+        rounded = values if halves is None else round_to_grid(values, Format.BF16, halves)
+        return rounded.to(torch.bfloat16), None
     if second:
         values = square_root(values)
-    codes, scales = _encode_fp8(values) if format is MomentFormat.FP8 else _encode_dynamic(values, signed=not second)
+    if format is MomentFormat.FP8:
+        codes, scales = encode(values, Format.E4M3, Granularity.BLOCK, halves=halves)
+        codes = codes & 0x7F if second else codes  # noise may leave a zero with a sign
+    else:
+        codes, scales = _encode_dynamic(values, halves, signed=not second)
     if second:
         codes = torch.where(values > 0, codes.clamp(min=1), codes)
     return codes, scales
@@ -101,14 +111,13 @@ def decode_moment(stored: Tensor, scales: Tensor | None, format: MomentFormat, *
     return values.square_() if second else values
 
 
-def _encode_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
-    return encode(values, Format.E4M3, Granularity.BLOCK)
-
-
-def _encode_dynamic(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+def _encode_dynamic(values: Tensor, halves: Tensor | None, *, signed: bool) -> tuple[Tensor, Tensor]:
     table = dynamic_map(signed).to(values.device)
     absmax = group_absmax(values, Granularity.BLOCK)
     scales = torch.where(absmax == 0, torch.ones_like(absmax), absmax.clamp(min=SMALLEST_SCALE))
     unit = values * expand_to_elements(scales.reciprocal(), values.shape[-1], Granularity.BLOCK)
-    middles = (table[1:] + table[:-1]) / 2
-    return torch.bucketize(unit, middles).to(torch.uint8), scales
+    if halves is None:
+        return torch.bucketize(unit, (table[1:] + table[:-1]) / 2).to(torch.uint8), scales
+    below = (torch.bucketize(unit, table, right=True) - 1).clamp_(0, len(table) - 2)
+    share = (unit - table[below]) / (table[below + 1] - table[below])
+    return (below + (share > (2 * halves + 65537) * NOISE_UNIT)).to(torch.uint8), scales

@@ -81,6 +81,7 @@ class Hyper:
         weight_decay: decoupled, multiplied by lr.
         step: number of this step, from 1.
         maximize: ascend instead of descend.
+        grad_scale: factor on the gradient: 1 / loss scale, and what clipping asks for.
         injection: form of the injection.
         schedule: learning rates before this step; read by `auto` alone.
     """
@@ -92,6 +93,7 @@ class Hyper:
     weight_decay: float = 0.0
     step: int = 1
     maximize: bool = False
+    grad_scale: float = 1.0
     injection: Injection = Injection.PAPER
     schedule: Schedule = Schedule()
 
@@ -145,7 +147,7 @@ def scalars_of(rule: Rule, hyper: Hyper) -> Scalars:
     # beta1 = 0 leaves no momentum to carry the error; optimizers refuse it, other compensations ignore the gain.
     gain = 1 - 1 / hyper.beta1 if hyper.beta1 > 0 else 0.0
     return Scalars(
-        grad_scale=-1.0 if hyper.maximize else 1.0,
+        grad_scale=-hyper.grad_scale if hyper.maximize else hyper.grad_scale,
         beta1=hyper.beta1 * hyper.momentum_rescale,
         factor1=(1 - hyper.beta1) * (hyper.lr if displaces else 1.0),
         beta2=hyper.beta2,

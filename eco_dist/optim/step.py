@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from eco_dist.numerics import (
+    BLOCK_SIZE,
+    Granularity,
+    MomentFormat,
     Rounding,
     decode,
     decode_moment,
@@ -27,10 +30,13 @@ from eco_dist.numerics.groups import expand_to_elements
 from eco_dist.optim import rules
 from eco_dist.optim.rules import Hyper, Rule, Scalars, scalars_of
 from eco_dist.optim.shard import Shard, StateKey
-from eco_dist.recipe import Compensation, Injection, ResidualFormat
+from eco_dist.recipe import Compensation, Idle, Injection, ResidualFormat
 
 RESIDUAL_STEPS = 127
 """An 8-bit residual counts in 1/127 of the grid step at the stored weight, which no error exceeds."""
+
+MOMENT_PURPOSES = (1, 2)
+"""`Stream.purpose` of the two moments' rounding."""
 
 RESIDUAL_PURPOSE = 3
 """`Stream.purpose` of an 8-bit residual's rounding."""
@@ -47,7 +53,7 @@ class StepStats:
         sum_squared_error: of e = theta-tilde - theta-hat.
         sum_squared_weight: of theta-tilde.
         moved: elements whose code changed. (Their values all change a little whenever a scale does.)
-        elements: elements in all.
+        elements: elements stepped.
     """
 
     sum_squared_error: float = 0.0
@@ -55,12 +61,13 @@ class StepStats:
     moved: int = 0
     elements: int = 0
 
-    def add(self, updated: Tensor, error: Tensor, before: Tensor, after: Tensor) -> None:
-        """Count one shard: updated weight and error in weight units, codes by value before and after."""
-        self.sum_squared_error += float(error.double().square().sum())
-        self.sum_squared_weight += float(updated.double().square().sum())
-        self.moved += int((before != after).sum())
-        self.elements += updated.numel()
+    def add(self, updated: Tensor, error: Tensor, moved: Tensor, idle: Tensor | None = None) -> None:
+        """Count one shard: updated weight and error in weight units, whose codes changed, which were not stepped."""
+        still = torch.zeros_like(moved) if idle is None else idle.expand_as(moved)
+        self.sum_squared_error += float(error.masked_fill(still, 0).double().square().sum())
+        self.sum_squared_weight += float(updated.masked_fill(still, 0).double().square().sum())
+        self.moved += int((moved & ~still).sum())
+        self.elements += int((~still).sum())
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -85,6 +92,11 @@ class Task:
     def scalars(self) -> Scalars:
         """What the step multiplies with."""
         return scalars_of(self.rule, self.hyper)
+
+    @property
+    def skips_idle(self) -> bool:
+        """Whether scale groups without gradient stay as they are. Not in a step that rescales momenta: all of them."""
+        return self.shard.recipe.idle is Idle.SKIP and self.hyper.momentum_rescale == 1.0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -121,23 +133,25 @@ def step(task: Task, seed: int, stats: StepStats | None = None) -> None:
     shard, recipe = task.shard, task.shard.recipe
     assert recipe.format is not None
     updated, denominator, moments = _update(task)
-    halves = None
-    if recipe.rounding is Rounding.STOCHASTIC:
-        halves = random_halves(shard.stream(seed, task.hyper.step), shard.shape, shard.first_row, updated.device)
+    idle = _IdleGroups(task) if task.skips_idle else None
+    halves = _halves(shard, seed, task.hyper.step, 0) if recipe.rounding is Rounding.STOCHASTIC else None
     before = _codes_by_value(shard) if stats is not None else None
     codes, scales = encode(updated, recipe.format, recipe.granularity, halves=halves, absmax=task.absmax)
     shard.codes.copy_(codes)
     shard.scales.copy_(scales)
     error = updated - _stored(shard)
     if stats is not None and before is not None:
-        stats.add(updated, error, before, _codes_by_value(shard))
+        still = None if idle is None else idle.elements(updated.shape[-1])
+        stats.add(updated, error, before != _codes_by_value(shard), still)
     if recipe.injects:
         rules.inject(moments[StateKey.EXP_AVG], error, denominator, task.scalars)
     elif recipe.compensation is Compensation.RESIDUAL:
         _store_residual(shard, error, seed, task.hyper.step)
     elif recipe.compensation is Compensation.MASTER:
         shard.state[StateKey.MASTER].copy_(updated)
-    _encode_moments(shard, moments)
+    _encode_moments(shard, moments, seed, task.hyper.step)
+    if idle is not None:
+        idle.restore(shard)
 
 
 def step_plain(task: PlainTask) -> None:
@@ -168,6 +182,39 @@ def _update(task: Task) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
     first, second = moments[StateKey.EXP_AVG], moments[StateKey.EXP_AVG_SQ]
     updated, denominator = rules.adamw(theta, grad, first, second, task.scalars, displacement=displaces)
     return updated, None if displaces else denominator, moments
+
+
+class _IdleGroups:
+    """The scale groups without gradient (of `bf16`: blocks), and what their shard held before the step."""
+
+    def __init__(self, task: Task) -> None:
+        shard = task.shard
+        granularity = shard.recipe.granularity or Granularity.BLOCK
+        self._groups = group_absmax(task.grad.float(), granularity) == 0
+        self._before = [tensor.clone() for tensor in self._tensors(shard)]
+
+    @staticmethod
+    def _tensors(shard: Shard) -> list[Tensor]:
+        return [shard.codes, shard.scales, *(tensor for tensor in shard.state.values() if tensor.ndim)]
+
+    def elements(self, width: int) -> Tensor:
+        """Mask over the last dimension of a tensor of the shard, `width` wide: elements, packed codes or scales."""
+        groups = self._groups.shape[-1]
+        if groups == 1 or width == groups:
+            return self._groups
+        block = BLOCK_SIZE if width > (groups - 1) * BLOCK_SIZE else BLOCK_SIZE // 2
+        return self._groups.repeat_interleave(block, -1)[..., :width]
+
+    def restore(self, shard: Shard) -> None:
+        """Undo the step where the gradient was zero."""
+        for tensor, before in zip(self._tensors(shard), self._before, strict=True):
+            if tensor.numel():
+                tensor.copy_(torch.where(self.elements(tensor.shape[-1]), before, tensor))
+
+
+def _halves(shard: Shard, seed: int, step: int, purpose: int) -> Tensor:
+    stream = shard.stream(seed, step, purpose)
+    return random_halves(stream, shard.shape, shard.first_row, shard.codes.device)
 
 
 def _stored(shard: Shard) -> Tensor:
@@ -208,30 +255,36 @@ def _store_residual(shard: Shard, error: Tensor, seed: int, step: int) -> None:
     if shard.recipe.residual is ResidualFormat.INT8:
         # Always stochastic: rounding to nearest would lose every update smaller than half a count, and with it the
         # slow drift that a residual is kept for.
-        stream = shard.stream(seed, step, RESIDUAL_PURPOSE)
-        halves = random_halves(stream, shard.shape, shard.first_row, error.device)
-        noise = (2 * halves + 1) * 2.0**-17
+        noise = (2 * _halves(shard, seed, step, RESIDUAL_PURPOSE) + 1) * 2.0**-17
         error = (error / _residual_unit(shard)).add_(noise).round_().clamp_(-RESIDUAL_STEPS, RESIDUAL_STEPS)
     shard.state[StateKey.RESIDUAL].copy_(error)
 
 
-_MOMENTS = ((StateKey.EXP_AVG, StateKey.EXP_AVG_SCALE, False), (StateKey.EXP_AVG_SQ, StateKey.EXP_AVG_SQ_SCALE, True))
+_MOMENTS = (
+    (StateKey.EXP_AVG, StateKey.EXP_AVG_SCALE, MOMENT_PURPOSES[0]),
+    (StateKey.EXP_AVG_SQ, StateKey.EXP_AVG_SQ_SCALE, MOMENT_PURPOSES[1]),
+)
 
 
 def _decode_moments(shard: Shard) -> dict[str, Tensor]:
     """fp32 copies of the moments."""
     return {
-        key: decode_moment(shard.state[key], shard.state.get(scale), shard.recipe.moments, second=second)
-        for key, scale, second in _MOMENTS
+        key: decode_moment(
+            shard.state[key], shard.state.get(scale), shard.recipe.moments, second=key == StateKey.EXP_AVG_SQ
+        )
+        for key, scale, _ in _MOMENTS
         if key in shard.state
     }
 
 
-def _encode_moments(shard: Shard, moments: dict[str, Tensor]) -> None:
-    for key, scale_key, second in _MOMENTS:
+def _encode_moments(shard: Shard, moments: dict[str, Tensor], seed: int, step: int) -> None:
+    stochastic = shard.recipe.moments_rounding is Rounding.STOCHASTIC and shard.recipe.moments is not MomentFormat.FP32
+    for key, scale_key, purpose in _MOMENTS:
         if key not in moments:
             continue
-        stored, scale = encode_moment(moments[key], shard.recipe.moments, second=second)
+        halves = _halves(shard, seed, step, purpose) if stochastic else None
+        second = key == StateKey.EXP_AVG_SQ
+        stored, scale = encode_moment(moments[key], shard.recipe.moments, second=second, halves=halves)
         shard.state[key].copy_(stored)
         if scale is not None:
             shard.state[scale_key].copy_(scale)

@@ -55,8 +55,9 @@ class RecipeConfig:
 
     Args:
         name: a name of `eco_dist.recipe.RECIPES`.
-        format, granularity, rounding, compensation, injection, moments, residual: the value of that field of `Recipe`;
-            null keeps the named recipe's, the word ``none`` removes it (a BF16 weight has granularity ``none``).
+        format, granularity, rounding, compensation, injection, moments, moments_rounding, idle, residual: the value of
+            that field of `Recipe`; null keeps the named recipe's, the word ``none`` removes it (a BF16 weight has
+            granularity ``none``).
     """
 
     name: str = "fp8"
@@ -66,6 +67,8 @@ class RecipeConfig:
     compensation: str | None = None
     injection: str | None = None
     moments: str | None = None
+    moments_rounding: str | None = None
+    idle: str | None = None
     residual: str | None = None
 
 

@@ -21,7 +21,7 @@ from eco_dist.optim.rules import Hyper, Rule, Schedule
 from eco_dist.optim.shard import Shard
 from eco_dist.optim.state import allocate_state
 from eco_dist.optim.step import PlainTask, StepStats, Task
-from eco_dist.recipe import RECIPES, Compensation, Injection, Recipe, ResidualFormat
+from eco_dist.recipe import RECIPES, Compensation, Idle, Injection, Recipe, ResidualFormat
 from eco_dist.weights import QuantizedWeight
 
 REFERENCE = ReferenceKernel()
@@ -39,7 +39,7 @@ def grid_of(format: Format) -> list[Granularity | None]:
 
 
 def every_recipe() -> list[Recipe]:
-    """All combinations that a recipe allows."""
+    """All combinations that a recipe allows, but for idle groups and the moments' rounding: see `variants`."""
     recipes = set()
     for format, rounding, moments in itertools.product(Format, Rounding, MomentFormat):
         for granularity in grid_of(format):
@@ -48,6 +48,12 @@ def every_recipe() -> list[Recipe]:
             recipes |= {base.replace(compensation=c) for c in (Compensation.NONE, Compensation.MASTER)}
             recipes |= {base.replace(compensation=Compensation.RESIDUAL, residual=r) for r in ResidualFormat}
     return sorted(recipes, key=lambda recipe: recipe.name)
+
+
+def variants(recipe: Recipe) -> list[Recipe]:
+    """What idle groups and the rounding of moments may be under a recipe."""
+    idles = [Idle.STEP] if recipe.granularity is Granularity.TENSOR else list(Idle)
+    return [recipe.replace(idle=idle, moments_rounding=rounding) for idle in idles for rounding in Rounding]
 
 
 def shard_of(recipe: Recipe, shape: tuple[int, ...], rule: Rule, seed: int, first_row: int = 0) -> Shard:
@@ -64,6 +70,8 @@ def task_of(shard: Shard, rule: Rule, step: int, dtype: torch.dtype = torch.floa
     generator = torch.Generator().manual_seed(1000 + step)
     grad = torch.randn(shard.shape, generator=generator) * torch.exp(3 * torch.randn(shard.shape, generator=generator))
     grad *= torch.rand(shard.shape, generator=generator) > 0.2
+    grad[..., 128 * step : 128 * step + 128] = 0  # an idle block, and an idle row
+    grad[1:2] = -0.0
     lr = 3e-3 if step < 3 else 3e-2  # a jump, which injection `auto` answers
     schedule = Schedule(peak=3e-3, last=3e-3) if step > 1 else Schedule()
     hyper = Hyper(
@@ -106,7 +114,8 @@ def test_every_recipe_is_bit_equal(kernel: CpuKernel, rule: Rule) -> None:
     """Formats x granularities x rounding x compensations x injections x moments, full and short blocks, three steps."""
     recipes = every_recipe()
     assert len(recipes) == 13 * 2 * 4 * 7
-    for number, recipe in enumerate(recipes):
+    for number, base in enumerate(recipes):
+        recipe = variants(base)[(number + (rule is Rule.SGD)) % len(variants(base))]
         shards = [shard_of(recipe, shape, rule, seed=number) for shape in ((2, 300), (1, 5), (3, 256))]
         assert_equal_steps(kernel, shards, rule)
 
@@ -115,7 +124,11 @@ def test_every_recipe_is_bit_equal(kernel: CpuKernel, rule: Rule) -> None:
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.quantizes])
 def test_named_recipes_on_every_shape(kernel: CpuKernel, name: str, dtype: torch.dtype) -> None:
     """Many tensors of many shapes in one call, with gradients in fp32 and bf16."""
-    shards = [shard_of(RECIPES[name], shape, Rule.ADAMW, seed) for seed, shape in enumerate(SHAPES)]
+    shards = [
+        shard_of(recipe, shape, Rule.ADAMW, seed)
+        for recipe in variants(RECIPES[name])
+        for seed, shape in enumerate(SHAPES)
+    ]
     assert_equal_steps(kernel, shards, Rule.ADAMW, dtype)
 
 
@@ -165,6 +178,45 @@ def test_a_cut_tensor_is_stepped_as_the_whole(kernel: CpuKernel, name: str) -> N
             assert torch.equal(torch.cat(joined), tensor), key
 
 
+@pytest.mark.parametrize("name", ["fp8", "paper", "fp8-8bit", "fp8-residual", "bf16"])
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+def test_idle_groups_are_left_alone(kernel: CpuKernel, name: str, backend: str) -> None:
+    """Codes, scales, moments, residual: not a bit of a group without gradient changes, whatever momentum it has."""
+    recipe = RECIPES[name].replace(idle="skip", rounding="nearest")
+    shard = shard_of(recipe, (5, 384), Rule.ADAMW, seed=0)
+    stepper = kernel if backend == "kernel" else REFERENCE
+    grad = torch.randn(5, 384)
+    task = task_of(shard, Rule.ADAMW, 1)
+    task.grad = grad
+    take(stepper, [task])
+    before = copy.deepcopy(shard)
+    grad = grad.clone()
+    grad[2] = 0
+    grad[0, 128:256] = 0
+    task = task_of(shard, Rule.ADAMW, 2)
+    task.grad = grad
+    take(stepper, [task])
+    for key, tensor in tensors_of(shard).items():
+        old = tensors_of(before)[key]
+        assert torch.equal(tensor[2], old[2]), key
+        assert key != "exp_avg" or not torch.equal(tensor[1], old[1])
+        if recipe.granularity is not Granularity.ROW and tensor.shape[-1] == 384:
+            assert torch.equal(tensor[0, 128:256], old[0, 128:256]), key
+
+
+def test_idle_groups_take_the_step_that_rescales_momenta(kernel: CpuKernel) -> None:
+    """Or what is pending in them would be paid back in the old learning rate's units."""
+    shard = shard_of(RECIPES["fp8"].replace(idle="skip"), (2, 128), Rule.ADAMW, seed=0)
+    take(kernel, [task_of(shard, Rule.ADAMW, 1)])
+    momentum = shard.state["exp_avg"].clone()
+    assert momentum.abs().sum() > 0
+    task = task_of(shard, Rule.ADAMW, 3)  # ten times the last learning rate
+    task.grad = torch.zeros(2, 128)
+    assert task.hyper.momentum_rescale == pytest.approx(0.1)
+    take(kernel, [task])
+    assert not torch.equal(shard.state["exp_avg"], momentum)
+
+
 def test_threads_change_nothing(kernel: CpuKernel) -> None:
     results = []
     for threads in (1, 2, 3):
@@ -180,9 +232,13 @@ def test_threads_change_nothing(kernel: CpuKernel) -> None:
         assert all(torch.equal(other[key], tensor) for key, tensor in results[0].items())
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4", "bf16"])
-def test_statistics(kernel: CpuKernel, name: str) -> None:
-    shards = [shard_of(RECIPES[name], (5, 300), Rule.ADAMW, seed=0) for _ in range(2)]
+STATISTICS = [RECIPES[name] for name in ("fp8", "int4", "bf16")]
+STATISTICS += [RECIPES[name].replace(idle="skip") for name in ("fp8", "paper")]
+
+
+@pytest.mark.parametrize("recipe", STATISTICS, ids=lambda recipe: recipe.name)
+def test_statistics(kernel: CpuKernel, recipe: Recipe) -> None:
+    shards = [shard_of(recipe, (5, 300), Rule.ADAMW, seed=0) for _ in range(2)]
     expected, got = StepStats(), StepStats()
     take(REFERENCE, [task_of(shards[0], Rule.ADAMW, 1)], expected)
     take(kernel, [task_of(shards[1], Rule.ADAMW, 1)], got)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eco_dist.numerics import MomentFormat, decode_moment, encode_moment, scale_shape
+from eco_dist.numerics import MomentFormat, Stream, decode_moment, encode_moment, random_halves, scale_shape
 from eco_dist.numerics.groups import Granularity
 from eco_dist.numerics.moments import dynamic_map
 from eco_dist.optim.state import state_layout
@@ -163,3 +163,28 @@ def test_decoded_moments_are_a_tensor_of_their_own(format: MomentFormat) -> None
     before = stored.clone()
     decode_moment(stored, scales, format, second=False).add_(1)
     assert torch.equal(stored, before)
+
+
+@pytest.mark.parametrize("format", [MomentFormat.BF16, MomentFormat.FP8, MomentFormat.DYNAMIC8])
+@pytest.mark.parametrize("second", [False, True])
+def test_stochastic_rounding_is_unbiased_and_between_neighbours(format: MomentFormat, second: bool) -> None:
+    """Of m, and of what is stored of v: its square root in 8 bits, itself in BF16."""
+    draws = 4000
+    values = torch.randn(128, generator=torch.Generator().manual_seed(0)).double().pow(3).float()
+    values = values.abs() if second else values
+    values[0] = 0
+    halves = random_halves(Stream(seed=1, tensor=2, step=3, purpose=1), (draws, 128))
+    decoded = decode_moment(
+        *encode_moment(values.expand(draws, 128), format, second=second, halves=halves), format, second=second
+    )
+    through_root = second and format is not MomentFormat.BF16
+    wanted, got = (values.sqrt(), decoded.sqrt()) if through_root else (values, decoded)
+    assert all(len(column.unique()) <= 2 for column in decoded.T)
+    low, high = got.amin(0), got.amax(0)
+    between = high > low  # the others lie on the grid, or next to nothing and are kept from zero
+    assert int(between.sum()) > 100
+    slack = 1e-6 * wanted.abs()
+    assert bool(((low - slack <= wanted) & (wanted <= high + slack))[between].all())
+    deviations = (got.double().mean(0) - wanted.double()) / ((high - low).double() / draws**0.5 + 1e-300)
+    assert float(deviations[between].abs().max()) < 2.5  # five standard deviations of a coin's mean
+    assert not bool(decoded[:, 0].any())

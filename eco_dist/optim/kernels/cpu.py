@@ -48,6 +48,8 @@ _KINDS = (
     "compensation",
     "residual_is_fp32",
     "moments",
+    "stochastic_moments",
+    "skip_idle",
     "grad_is_bf16",
     "rule",
 )
@@ -192,16 +194,16 @@ def _ready(grad: Tensor) -> Tensor:
 
 def _by_kind(tasks: Sequence[Task]) -> list[tuple[_Kind, list[Task]]]:
     # By identity: hashing a recipe's fields for every weight would cost more than describing the weight.
-    groups: dict[tuple[int, Rule, bool, bool], list[Task]] = {}
+    groups: dict[tuple[int, Rule, bool, bool, bool], list[Task]] = {}
     for task in tasks:
         displaces = task.hyper.injection is Injection.DISPLACEMENT
-        key = (id(task.shard.recipe), task.rule, displaces, task.grad.dtype is torch.bfloat16)
+        key = (id(task.shard.recipe), task.rule, displaces, task.skips_idle, task.grad.dtype is torch.bfloat16)
         groups.setdefault(key, []).append(task)
     return [(_kind(group[0].shard.recipe, *key[1:]), group) for key, group in groups.items()]
 
 
 @functools.cache
-def _kind(recipe: Recipe, rule: Rule, displaces: bool, grad_is_bf16: bool) -> _Kind:
+def _kind(recipe: Recipe, rule: Rule, displaces: bool, skips_idle: bool, grad_is_bf16: bool) -> _Kind:
     assert recipe.format is not None
     kind = _Kind(
         format=_FORMATS[recipe.format],
@@ -210,6 +212,8 @@ def _kind(recipe: Recipe, rule: Rule, displaces: bool, grad_is_bf16: bool) -> _K
         compensation=_COMPENSATIONS[recipe.compensation],
         residual_is_fp32=recipe.residual is ResidualFormat.FP32,
         moments=_MOMENTS[recipe.moments],
+        stochastic_moments=recipe.moments_rounding is Rounding.STOCHASTIC,
+        skip_idle=skips_idle,
         grad_is_bf16=grad_is_bf16,
         rule=_SGD if rule is Rule.SGD else _ADAMW_DISPLACEMENT if displaces else _ADAMW,
     )

@@ -7,13 +7,14 @@
 #include "shard.h"
 
 constexpr int BLOCK_SIZE = 128;
+constexpr uint32_t FIRST_MOMENT = 1u << 28, SECOND_MOMENT = 2u << 28, RESIDUE = 3u << 28;  // purposes of random bits
 constexpr float NOISE_UNIT = 0x1p-17f, SMALLEST_SCALE = 0x1p-126f, RESIDUAL_STEPS = 127;
 
 // fp32 values of the block under way.
 struct Scratch {
     alignas(64) float weight[BLOCK_SIZE], updated[BLOCK_SIZE], denominator[BLOCK_SIZE], error[BLOCK_SIZE];
     alignas(64) float m[BLOCK_SIZE], v[BLOCK_SIZE], before[BLOCK_SIZE];
-    float* new_v;  // where `update` leaves the second moment: v, or its place in memory if nothing is left to do to it
+    float* new_v;  // where `update` leaves the second moment (8-bit: its root): v, or memory if nothing is left to do to it
     Random random;
 };
 
@@ -25,6 +26,14 @@ struct Block {
     int length;
     int64_t number;  // global, for random bits
 };
+
+// Whether a block's gradient is zero throughout.
+INLINE bool is_idle(const Block& b, bool bf16) {
+    uint32_t any = 0;
+    if (bf16) for (int i = 0; i < b.length; i++) any |= ((const uint16_t*)b.grad)[i] & 0x7fffu;
+    else for (int i = 0; i < b.length; i++) any |= ((const uint32_t*)b.grad)[i] & 0x7fffffffu;
+    return !any;
+}
 
 INLINE float scale_of(int32_t absmax_bits, float max) {
     float absmax;
@@ -61,21 +70,22 @@ template <Moments M, bool SECOND> INLINE vf moment_at(const void* stored, float 
     if constexpr (M == M_FP32) return load<vf>((const float*)stored + i);
     else if constexpr (M == M_BF16) return from_bf16(load<vh>((const uint16_t*)stored + i));
     else if constexpr (M == M_FP8) {
-        vf x = value_of<E4M3>((const uint8_t*)stored + i) * scale;
+        vf x = scaled_e4m3((const uint8_t*)stored + i, scale);
         return SECOND ? x * x : x;
     } else return load<vf>(unpacked + i);
 }
 
-// The rule, see eco_dist/optim/rules.py; the only copy of it on this side. New moments in place, d into `d` (AdamW);
-// returns the updated weight.
-template <Rule R> INLINE vf updated_weight(const Shard& s, vf w, vf g, vf& m, vf& v, vf& d) {
+// The rule, see eco_dist/optim/rules.py; the only copy of it on this side. New moments in place, v's root and d into
+// `r` and `d` (AdamW); returns the updated weight.
+template <Rule R> INLINE vf updated_weight(const Shard& s, vf w, vf g, vf& m, vf& v, vf& r, vf& d) {
     g = g * s.grad_scale;
     if constexpr (R == SGD) {
         m = m * s.beta1 + g * s.factor1;
         return w * s.decay - m * s.step_size;
     } else {
         v = v * s.beta2 + (g * g) * s.factor2;
-        d = root(v) * s.root2 + s.eps;
+        r = root(v);
+        d = r * s.root2 + s.eps;
         if constexpr (R == ADAMW_DISPLACEMENT) {
             m = m * s.beta1 + (g / d) * s.factor1;
             return w * s.decay - m;
@@ -109,13 +119,13 @@ static int32_t update(const Shard& shard, const Kind& kind, const Block& block, 
     }
     vi absmax{};
     for (int i = 0; i < BLOCK_SIZE; i += VL) {
-        vf w = INLINE_E4M3 ? value_of<E4M3>((const uint8_t*)b.codes + i) * scale : load<vf>(x.weight + i);
+        vf w = INLINE_E4M3 ? scaled_e4m3((const uint8_t*)b.codes + i, scale) : load<vf>(x.weight + i);
         vf g = BF16_GRAD ? from_bf16(load<vh>((const uint16_t*)b.grad + i)) : load<vf>((const float*)b.grad + i);
-        vf m = moment_at<M, false>(b.exp_avg, m_scale, x.m, i), v{}, d{};
+        vf m = moment_at<M, false>(b.exp_avg, m_scale, x.m, i), v{}, r{}, d{};
         if constexpr (R != SGD) v = moment_at<M, true>(b.exp_avg_sq, v_scale, x.v, i);
-        const vf t = updated_weight<R>(s, w, g, m, v, d);
+        const vf t = updated_weight<R>(s, w, g, m, v, r, d);
         if constexpr (R != SGD) {
-            store(new_v + i, v);
+            store(new_v + i, M == M_FP8 || M == M_DYNAMIC8 ? r : v);
             store(x.denominator + i, d);
         }
         store(x.m + i, m);
@@ -171,7 +181,7 @@ template <Format F> static void store_residual(const Kind& kind, const Shard& s,
     }
     alignas(64) float units[BLOCK_SIZE];
     residual_units<F>(b, scale, units);
-    draw(x.random, s.seed, (3u << 28) | s.tensor, s.step, b.number);
+    draw(x.random, s.seed, RESIDUE | s.tensor, s.step, b.number);
     for (int i = 0; i < BLOCK_SIZE; i += VL) {
         vf noise = to_float((Random::top(x.random, i) >> 15) | 1) * NOISE_UNIT;
         vf r = load<vf>(x.error + i) / load<vf>(units + i) + noise;
@@ -180,27 +190,32 @@ template <Format F> static void store_residual(const Kind& kind, const Shard& s,
     }
 }
 
-// An eight-bit float moment with one scale; a positive second moment never becomes zero.
-template <bool SECOND> INLINE void put_fp8(float* values, void* out, float* scale) {
+// An eight-bit float moment with one scale; a positive second moment, given as its root, never becomes zero.
+template <bool SECOND, bool STOCHASTIC> INLINE void put_fp8(const float* values, void* out, float* scale, const Random& random) {
     vi absmax{};
-    for (int i = 0; i < BLOCK_SIZE; i += VL) {
-        vf v = load<vf>(values + i);
-        if (SECOND) store(values + i, v = root(v));
-        absmax = larger(absmax, bits(v) & 0x7fffffff);
-    }
+    for (int i = 0; i < BLOCK_SIZE; i += VL) absmax = larger(absmax, bits(load<vf>(values + i)) & 0x7fffffff);
     const float s = *scale = scale_of(largest_lane(absmax), Grid<E4M3>::max), inverse = 1.0f / s;
-    for (int i = 0; i < BLOCK_SIZE; i += VL) {
-        vf v = load<vf>(values + i), t;
-        vf r = round_to_grid<E4M3, false>(v * inverse, vi{}, t);
-        if (SECOND) r = (v > 0) & (r == 0) ? splat(0x1p-9f) : r;
-        put_codes<E4M3>((uint8_t*)out + i, r, t);
-    }
+    auto code = [&](int i) INLINE_LAMBDA {
+        const vf v = load<vf>(values + i);
+        vf rounded;
+        const vi c = e4m3_nearest<STOCHASTIC, !SECOND>(v * inverse, STOCHASTIC ? Random::top(random, i) : vi{}, rounded);
+        return SECOND ? larger(c, (vi)(v > 0) & 1) : c;
+    };
+    for (int i = 0; i < BLOCK_SIZE; i += 4 * VL)
+        store_bytes((uint8_t*)out + i, code(i), code(i + VL), code(i + 2 * VL), code(i + 3 * VL));
 }
 
-INLINE void put_dynamic(const float* middles, float* values, void* out, float* scale, bool second) {
+// Code of the map's value at or below x, and whether noise takes it to the next one.
+INLINE long dynamic_code(const float* table, const float* middles, float x, const Random* random, int i) {
+    if (!random) return std::lower_bound(middles, middles + 255, x) - middles;
+    const long below = std::min(std::max(std::upper_bound(table, table + 256, x) - table - 1, 0l), 254l);
+    const float share = (x - table[below]) / (table[below + 1] - table[below]);
+    return below + (share > (float)(2 * Random::half(*random, i) + 65537) * NOISE_UNIT);
+}
+INLINE void put_dynamic(const Kind& kind, bool second, const float* values, void* out, float* scale, const Random* random) {
+    const float *table = kind.dynamic_values[second], *middles = kind.dynamic_middles[second];
     int32_t absmax = 0;
     for (int i = 0; i < BLOCK_SIZE; i++) {
-        if (second) values[i] = __builtin_sqrtf(values[i]);
         int32_t b;
         memcpy(&b, values + i, 4);
         absmax = std::max(absmax, b & 0x7fffffff);
@@ -210,32 +225,41 @@ INLINE void put_dynamic(const float* middles, float* values, void* out, float* s
     s = *scale = s == 0 ? 1 : std::max(s, SMALLEST_SCALE);
     const float inverse = 1.0f / s;
     for (int i = 0; i < BLOCK_SIZE; i++) {
-        long code = std::lower_bound(middles, middles + 255, values[i] * inverse) - middles;
+        const long code = dynamic_code(table, middles, values[i] * inverse, random, i);
         ((uint8_t*)out)[i] = (uint8_t)(second && values[i] > 0 && code == 0 ? 1 : code);
     }
 }
 
-INLINE void store_moments(const Kind& kind, const Block& b, Scratch& x) {
-    const bool second = kind.rule != SGD;
-    switch (kind.moments) {
-        case M_FP32:
-            copy(b.exp_avg, x.m);
-            if (second && x.new_v == x.v) copy(b.exp_avg_sq, x.v);
-            break;
-        case M_BF16:
-            for (int i = 0; i < BLOCK_SIZE; i += VL) {
-                store((uint16_t*)b.exp_avg + i, to_bf16(load<vf>(x.m + i)));
-                if (second) store((uint16_t*)b.exp_avg_sq + i, to_bf16(load<vf>(x.v + i)));
-            }
-            break;
-        case M_FP8:
-            put_fp8<false>(x.m, b.exp_avg, b.exp_avg_scale);
-            if (second) put_fp8<true>(x.v, b.exp_avg_sq, b.exp_avg_sq_scale);
-            break;
-        default:
-            put_dynamic(kind.dynamic_middles[0], x.m, b.exp_avg, b.exp_avg_scale, false);
-            if (second) put_dynamic(kind.dynamic_middles[1], x.v, b.exp_avg_sq, b.exp_avg_sq_scale, true);
+INLINE void put_bf16(const float* values, void* out, const Random* random) {
+    for (int i = 0; i < BLOCK_SIZE; i += VL) {
+        vf x = load<vf>(values + i), t;
+        if (random) x = round_to_grid<BF16, true>(x, Random::top(*random, i), t);
+        store((uint16_t*)out + i, to_bf16(x));
     }
+}
+
+// A moment in less than fp32: m, or v (8-bit: v's root).
+template <bool SECOND> static __attribute__((noinline)) void put_moment(const Shard& s, const Kind& kind, const Block& b, const float* values) {
+    void* out = SECOND ? b.exp_avg_sq : b.exp_avg;
+    float* scale = SECOND ? b.exp_avg_sq_scale : b.exp_avg_scale;
+    Random random;
+    if (kind.stochastic_moments) draw(random, s.seed, (SECOND ? SECOND_MOMENT : FIRST_MOMENT) | s.tensor, s.step, b.number);
+    const Random* noise = kind.stochastic_moments ? &random : nullptr;
+    if (kind.moments == M_BF16) put_bf16(values, out, noise);
+    else if (kind.moments == M_DYNAMIC8) put_dynamic(kind, SECOND, values, out, scale, noise);
+    else if (noise) put_fp8<SECOND, true>(values, out, scale, random);
+    else put_fp8<SECOND, false>(values, out, scale, random);
+}
+
+static void store_moments(const Shard& s, const Kind& kind, const Block& b, Scratch& x) {
+    const bool second = kind.rule != SGD;
+    if (kind.moments == M_FP32) {
+        copy(b.exp_avg, x.m);
+        if (second && x.new_v == x.v) copy(b.exp_avg_sq, x.v);
+        return;
+    }
+    put_moment<false>(s, kind, b, x.m);
+    if (second) put_moment<true>(s, kind, b, x.v);
 }
 
 template <Rule R> INLINE void inject(float gain, Scratch& x) {

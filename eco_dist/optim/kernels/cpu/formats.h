@@ -18,13 +18,13 @@ constexpr int code_bits(Format f) { return f == INT4 ? 4 : f == BF16 ? 16 : f ==
 
 #if defined(__AVX2__)
 // E4M3 is fp16 without its lowest seven mantissa bits, times 2^8: hardware converts, subnormals included.
-INLINE vf e4m3_value(const void* codes) {
+INLINE vf e4m3_as_fp16(const void* codes) {
 #if defined(__AVX512F__)
     __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes)), 7);
-    return (vf)_mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16((short)0xBFFF))) * 256.0f;
+    return (vf)_mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16((short)0xBFFF)));
 #else
     __m128i half = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)codes)), 7);
-    return (vf)_mm256_cvtph_ps(_mm_and_si128(half, _mm_set1_epi16((short)0xBFFF))) * 256.0f;
+    return (vf)_mm256_cvtph_ps(_mm_and_si128(half, _mm_set1_epi16((short)0xBFFF)));
 #endif
 }
 INLINE vb e4m3_code(vf value, vf sign) {
@@ -67,9 +67,17 @@ template <Format F> INLINE vf value_of(const void* codes) {
     else if constexpr (F == BF16) return from_bf16(load<vh>(codes));
     else if constexpr (F == INT8 || F == INT4) return to_float(widen(load<vsb>(codes)));
 #if defined(__AVX2__)
-    else if constexpr (F == E4M3) return e4m3_value(codes);
+    else if constexpr (F == E4M3) return e4m3_as_fp16(codes) * 256.0f;
 #endif
     else return minifloat_value<F>(widen(load<vb>(codes)));
+}
+// Values of VL codes of E4M3 times a scale, rounded once: 256 * scale is exact.
+INLINE vf scaled_e4m3(const void* codes, float scale) {
+#if defined(__AVX2__)
+    return e4m3_as_fp16(codes) * (scale * 256.0f);
+#else
+    return value_of<E4M3>(codes) * scale;
+#endif
 }
 // Codes of VL representable values; `sign` has the sign a zero is to have.
 template <Format F> INLINE void put_codes(void* codes, vf value, vf sign) {
@@ -109,6 +117,19 @@ template <Format F, bool STOCHASTIC> INLINE vf round_to_grid(vf y, vi top, vf& t
         vf big = floats(exponent + ((23 - mantissa) << 23) + 0x400000);
         return (t + big) - big;
     }
+}
+
+// `round_to_grid` for E4M3 whose value `r` and code, in the low byte of each lane, come out together. Adding
+// 1.5 * 2^(E + 20) leaves the number of grid steps in the lowest bits; a code is that number, plus eight for each binade.
+template <bool STOCHASTIC, bool SIGNED> INLINE vi e4m3_nearest(vf y, vi top, vf& r) {
+    const vi exponent = larger(bits(y) & 0x7f800000, splat(int32_t(121 << 23)));
+    vf t = y;
+    if constexpr (STOCHASTIC) t = y + to_float((top >> 15) | 1) * floats(exponent - (20 << 23));
+    const vi big = exponent + ((20 << 23) + 0x400000);
+    const vf sum = t + floats(big);
+    r = sum - floats(big);
+    const vi code = absolute(bits(sum) - big) + ((exponent >> 20) - (121 << 3));
+    return SIGNED ? code | ((bits(t) >> 24) & 0x80) : code;
 }
 
 // Distance between neighbours on the grid at each representable value.

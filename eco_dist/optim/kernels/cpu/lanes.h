@@ -21,6 +21,7 @@ constexpr int VL = 4;
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(4 * VL)));
@@ -40,6 +41,15 @@ INLINE vf splat(float x) { return vf{} + x; }
 INLINE vi splat(int32_t x) { return vi{} + x; }
 INLINE vf magnitude(vf x) { return floats(bits(x) & 0x7fffffff); }
 INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
+INLINE vi absolute(vi x) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_abs_epi32((__m512i)x);
+#elif defined(__AVX2__)
+    return (vi)_mm256_abs_epi32((__m256i)x);
+#else
+    return (x ^ (x >> 31)) - (x >> 31);
+#endif
+}
 INLINE vf clamp(vf x, float limit) {
 #if defined(__AVX512F__)
     return (vf)_mm512_max_ps(_mm512_min_ps((__m512)x, _mm512_set1_ps(limit)), _mm512_set1_ps(-limit));
@@ -105,6 +115,16 @@ INLINE vb low_bytes(vi x) {
     return (vb)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1)));
 #else
     return __builtin_convertvector(x, vb);
+#endif
+}
+// The low bytes of four vectors of lanes in 0..255, one after the other.
+INLINE void store_bytes(uint8_t* out, vi a, vi b, vi c, vi d) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32((__m256i)a, (__m256i)b), _mm256_packus_epi32((__m256i)c, (__m256i)d));
+    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    memcpy(out, &bytes, sizeof bytes);
+#else
+    store(out, low_bytes(a)), store(out + VL, low_bytes(b)), store(out + 2 * VL, low_bytes(c)), store(out + 3 * VL, low_bytes(d));
 #endif
 }
 // Unsigned lanes below 2^16.

@@ -6,6 +6,11 @@ constexpr int ROUNDS = 7, LANES = 16;
 
 struct Random {
     alignas(64) int32_t words[4][LANES];
+    // The signed 16 bits of the element at `position`.
+    INLINE int32_t half(const Random& r, int position) {
+        const int32_t word = r.words[position / LANES / 2][position % LANES];
+        return (position / LANES % 2 ? (int32_t)((uint32_t)word << 16) : word) >> 16;
+    }
     // 16 bits in the upper half of each lane, for the VL elements from `position` on.
     INLINE vi top(const Random& r, int position) {
         int vector = position / LANES;

@@ -25,7 +25,8 @@ enum Moments { M_FP32, M_BF16, M_FP8, M_DYNAMIC8 };
 enum Rule { ADAMW, ADAMW_DISPLACEMENT, SGD };
 
 struct Kind {
-    int32_t format, granularity, stochastic, compensation, residual_is_fp32, moments, grad_is_bf16, rule;
+    int32_t format, granularity, stochastic, compensation, residual_is_fp32, moments, stochastic_moments, skip_idle;
+    int32_t grad_is_bf16, rule;
     const float* dynamic_values[2];   // 256 each: first moment (signed), second
     const float* dynamic_middles[2];  // 255 each
 };

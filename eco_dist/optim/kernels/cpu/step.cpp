@@ -8,75 +8,6 @@
 
 namespace {
 
-struct Layout {
-    int64_t blocks;  // per row
-    int64_t code_row;  // bytes of a row of codes
-    int code_bits, moment_bytes, grad_bytes, extra_bytes;
-};
-
-const int MOMENT_BYTES[] = {4, 2, 1, 1};
-
-Layout layout_of(const Shard& s, const Kind& k) {
-    Layout l;
-    l.blocks = (s.columns + BLOCK_SIZE - 1) / BLOCK_SIZE;
-    l.code_bits = code_bits((Format)k.format);
-    l.code_row = (s.columns * l.code_bits + 7) / 8;
-    l.moment_bytes = MOMENT_BYTES[k.moments];
-    l.grad_bytes = k.grad_is_bf16 ? 2 : 4;
-    l.extra_bytes = k.compensation == MASTER || (k.compensation == RESIDUAL && k.residual_is_fp32) ? 4
-                    : k.compensation == RESIDUAL                                                   ? 1
-                                                                                                   : 0;
-    return l;
-}
-
-float* scale_at(const Shard& s, const Kind& k, const Layout& l, int64_t row, int64_t block) {
-    if (!s.scales) return nullptr;
-    return s.scales + (k.granularity == BLOCK ? row * l.blocks + block : k.granularity == ROW ? row : 0);
-}
-
-Block block_at(const Shard& s, const Kind& k, const Layout& l, int64_t row, int64_t block) {
-    const int64_t column = block * BLOCK_SIZE, element = row * s.columns + column;
-    Block b;
-    b.codes = (char*)s.codes + row * l.code_row + column * l.code_bits / 8;
-    b.grad = (const char*)s.grad + element * l.grad_bytes;
-    b.exp_avg = (char*)s.exp_avg + element * l.moment_bytes;
-    b.exp_avg_sq = s.exp_avg_sq ? (char*)s.exp_avg_sq + element * l.moment_bytes : nullptr;
-    b.extra = s.extra ? (char*)s.extra + element * l.extra_bytes : nullptr;
-    b.scale = scale_at(s, k, l, row, block);
-    b.exp_avg_scale = s.exp_avg_scale ? s.exp_avg_scale + row * l.blocks + block : nullptr;
-    b.exp_avg_sq_scale = s.exp_avg_sq_scale ? s.exp_avg_sq_scale + row * l.blocks + block : nullptr;
-    b.length = (int)std::min<int64_t>(BLOCK_SIZE, s.columns - column);
-    b.number = (s.first_row + row) * l.blocks + block;
-    return b;
-}
-
-// A short block, copied to full length and back.
-struct Staged {
-    alignas(64) char codes[4 * BLOCK_SIZE]{}, grad[4 * BLOCK_SIZE]{}, m[4 * BLOCK_SIZE]{}, v[4 * BLOCK_SIZE]{},
-        extra[4 * BLOCK_SIZE]{};
-    Block inner, outer;
-    size_t code_bytes, moment_bytes, extra_bytes;
-
-    Staged(const Block& b, const Layout& l) : inner(b), outer(b) {
-        code_bytes = (size_t)(b.length * l.code_bits + 7) / 8;
-        moment_bytes = (size_t)(b.length * l.moment_bytes);
-        extra_bytes = (size_t)(b.length * l.extra_bytes);
-        memcpy(codes, b.codes, code_bytes);
-        memcpy(grad, b.grad, (size_t)(b.length * l.grad_bytes));
-        memcpy(m, b.exp_avg, moment_bytes);
-        if (b.exp_avg_sq) memcpy(v, b.exp_avg_sq, moment_bytes);
-        if (b.extra) memcpy(extra, b.extra, extra_bytes);
-        inner.codes = codes, inner.grad = grad, inner.exp_avg = m;
-        inner.exp_avg_sq = b.exp_avg_sq ? v : nullptr, inner.extra = b.extra ? extra : nullptr;
-    }
-    void put_back() const {
-        memcpy(outer.codes, codes, code_bytes);
-        memcpy(outer.exp_avg, m, moment_bytes);
-        if (outer.exp_avg_sq) memcpy(outer.exp_avg_sq, v, moment_bytes);
-        if (outer.extra) memcpy(outer.extra, extra, extra_bytes);
-    }
-};
-
 // --- one block with its kind chosen at run time -------------------------------------------------------------------
 
 using Update = int32_t (*)(const Shard&, const Kind&, const Block&, Scratch&);
@@ -162,7 +93,7 @@ struct Step {
         else if (kind.compensation == MOMENTUM) kind.rule == ADAMW ? inject<ADAMW>(s.gain, x) : inject<SGD>(s.gain, x);
         if (b.length < BLOCK_SIZE)
             for (int i = b.length; i < BLOCK_SIZE; i++) x.m[i] = 0;
-        store_moments(kind, b, x);
+        store_moments(s, kind, b, x);
     }
 
    private:
@@ -206,20 +137,31 @@ std::vector<Chunk> chunks_of(const Shard* shards, int count, bool whole_rows, co
 template <class Action> auto with_block(const Shard& s, const Kind& k, const Layout& l, int64_t index, bool writes, Action action) {
     Block b = block_at(s, k, l, index / l.blocks, index % l.blocks);
     if (b.length == BLOCK_SIZE) return action(b);
-    Staged staged(b, l);
-    auto result = action(staged.inner);
+    Staged staged;
+    auto result = action(staged.take(b, l));
     if (writes) staged.put_back();
     return result;
+}
+
+bool idle_blocks(const Shard& s, const Kind& k, const Layout& l, int64_t first, int64_t count) {
+    for (int64_t i = first; i < first + count; i++)
+        if (!is_idle(block_at(s, k, l, i / l.blocks, i % l.blocks), k.grad_is_bf16)) return false;
+    return true;
 }
 
 void step_chunk(const Chunk& c, const Step& step, Scratch& x, Stats& sums) {
     const Shard& s = *c.shard;
     const Kind& k = step.kind;
     const Layout l = layout_of(s, k);
-    if (!step.stats && streams(s, k)) return stream(s, k, c.begin, c.end, s.first_row * l.blocks);
+    if (!step.stats && streams(k, l)) return stream(s, k, l, c.begin, c.end);
     const float max = by_format<Grid>(k.format, [](auto grid) { return decltype(grid)::max; });
+    const int64_t unit = k.granularity == ROW ? l.blocks : 1;
     int32_t row_absmax = 0;
     for (int64_t i = c.begin; i < c.end; i++) {
+        if (k.skip_idle && i % unit == 0 && idle_blocks(s, k, l, i, unit)) {
+            i += unit - 1;
+            continue;
+        }
         if (k.granularity == ROW && i % l.blocks == 0) {
             row_absmax = 0;
             for (int64_t j = i; j < i + l.blocks; j++)

@@ -1,0 +1,75 @@
+// Where the blocks of a shard lie in memory.
+#pragma once
+#include "block.h"
+
+struct Layout {
+    int64_t blocks;  // per row
+    int64_t code_row;  // bytes of a row of codes
+    int code_bits, moment_bytes, grad_bytes, extra_bytes;
+};
+
+constexpr int MOMENT_BYTES[] = {4, 2, 1, 1};
+
+inline Layout layout_of(const Shard& s, const Kind& k) {
+    Layout l;
+    l.blocks = (s.columns + BLOCK_SIZE - 1) / BLOCK_SIZE;
+    l.code_bits = code_bits((Format)k.format);
+    l.code_row = (s.columns * l.code_bits + 7) / 8;
+    l.moment_bytes = MOMENT_BYTES[k.moments];
+    l.grad_bytes = k.grad_is_bf16 ? 2 : 4;
+    l.extra_bytes = k.compensation == MASTER || (k.compensation == RESIDUAL && k.residual_is_fp32) ? 4
+                    : k.compensation == RESIDUAL                                                   ? 1
+                                                                                                   : 0;
+    return l;
+}
+
+inline float* scale_at(const Shard& s, const Kind& k, const Layout& l, int64_t row, int64_t block) {
+    if (!s.scales) return nullptr;
+    return s.scales + (k.granularity == BLOCK ? row * l.blocks + block : k.granularity == ROW ? row : 0);
+}
+
+inline Block block_at(const Shard& s, const Kind& k, const Layout& l, int64_t row, int64_t block) {
+    const int64_t column = block * BLOCK_SIZE, element = row * s.columns + column;
+    Block b;
+    b.codes = (char*)s.codes + row * l.code_row + column * l.code_bits / 8;
+    b.grad = (const char*)s.grad + element * l.grad_bytes;
+    b.exp_avg = (char*)s.exp_avg + element * l.moment_bytes;
+    b.exp_avg_sq = s.exp_avg_sq ? (char*)s.exp_avg_sq + element * l.moment_bytes : nullptr;
+    b.extra = s.extra ? (char*)s.extra + element * l.extra_bytes : nullptr;
+    b.scale = scale_at(s, k, l, row, block);
+    b.exp_avg_scale = s.exp_avg_scale ? s.exp_avg_scale + row * l.blocks + block : nullptr;
+    b.exp_avg_sq_scale = s.exp_avg_sq_scale ? s.exp_avg_sq_scale + row * l.blocks + block : nullptr;
+    b.length = (int)std::min<int64_t>(BLOCK_SIZE, s.columns - column);
+    b.number = (s.first_row + row) * l.blocks + block;
+    return b;
+}
+
+// A short block, copied to full length and back. What pads it is zero, which a step with E4M3 codes leaves at zero.
+struct Staged {
+    alignas(64) char codes[4 * BLOCK_SIZE]{}, grad[4 * BLOCK_SIZE]{}, m[4 * BLOCK_SIZE]{}, v[4 * BLOCK_SIZE]{},
+        extra[4 * BLOCK_SIZE]{};
+    Block outer;
+    size_t code_bytes, moment_bytes, extra_bytes;
+
+    Block take(const Block& b, const Layout& l) {
+        outer = b;
+        code_bytes = (size_t)(b.length * l.code_bits + 7) / 8;
+        moment_bytes = (size_t)(b.length * l.moment_bytes);
+        extra_bytes = (size_t)(b.length * l.extra_bytes);
+        memcpy(codes, b.codes, code_bytes);
+        memcpy(grad, b.grad, (size_t)(b.length * l.grad_bytes));
+        memcpy(m, b.exp_avg, moment_bytes);
+        if (b.exp_avg_sq) memcpy(v, b.exp_avg_sq, moment_bytes);
+        if (b.extra) memcpy(extra, b.extra, extra_bytes);
+        Block inner = b;
+        inner.codes = codes, inner.grad = grad, inner.exp_avg = m;
+        inner.exp_avg_sq = b.exp_avg_sq ? v : nullptr, inner.extra = b.extra ? extra : nullptr;
+        return inner;
+    }
+    void put_back() const {
+        memcpy(outer.codes, codes, code_bytes);
+        memcpy(outer.exp_avg, m, moment_bytes);
+        if (outer.exp_avg_sq) memcpy(outer.exp_avg_sq, v, moment_bytes);
+        if (outer.extra) memcpy(outer.extra, extra, extra_bytes);
+    }
+};
