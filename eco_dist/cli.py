@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -87,54 +87,85 @@ class Experiment:
     """Repeat a study of the docs; what of it is finished in the directory is not done again.
 
     Args:
-        name: `finetune`: every recipe on the same trained weights (docs/convergence.md).
+        name: `finetune`: every recipe on the same trained weights (docs/convergence.md). `injection`: every form of
+            injection through restarts, jumps of the learning rate and idle rows (docs/injection.md).
         directory: where its runs go; default runs/NAME.
         seeds: seeds to run.
     """
 
-    name: tyro.conf.Positional[Literal["finetune"]]
+    name: tyro.conf.Positional[Literal["finetune", "injection"]]
     directory: Path | None = None
     seeds: tuple[int, ...] = (0, 1)
 
     def run(self) -> None:
         """Run the study and print its table."""
-        from eco_dist.experiments import finetune
+        from eco_dist.experiments import finetune, injection
 
-        _console().print(finetune.run(self.directory or Path("runs") / self.name, seeds=self.seeds).table())
+        directory = self.directory or Path("runs") / self.name
+        if self.name == "finetune":
+            _console().print(finetune.run(directory, seeds=self.seeds).table())
+        else:
+            _console().print(injection.run(directory, seeds=self.seeds).table())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Time the optimizer step against what it replaces, in this process; results are ratios.
+    """Measure against what it replaces, in one process; results are ratios.
 
     Args:
-        elements: parameters of the weight that is stepped.
+        what: `step`: the optimizer step under each recipe. `scaling`: the same over sizes and threads. `e2e`: training
+            steps beside fp32 master weights (FSDP2 under torchrun). `cold`: import and first step in fresh processes.
+        elements: parameters of the weight that is stepped (`step`).
         rounds: rounds of all cases in turn.
         threads: threads torch and the kernel may use; None leaves torch's choice.
-        json: write the timings into this file.
+        peers: optimizers of other packages too, where they are installed (`step`); some compile for minutes first.
+        preset: model that is trained (`e2e`).
+        json: write the results into this file.
+        plot: draw them into this file (`scaling`).
     """
 
+    what: tyro.conf.Positional[Literal["step", "scaling", "e2e", "cold"]] = "step"
     elements: int = 1 << 24
-    rounds: int = 15
+    rounds: int = 9
     threads: int | None = None
+    peers: bool = False
+    preset: str = "small"
     json: Path | None = None
+    plot: Path | None = None
 
     def run(self) -> None:
-        """Time and print."""
+        """Measure and print."""
         import json
         from dataclasses import asdict
 
         import torch
 
-        from eco_dist.bench import step
-
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        timings = step.run(elements=self.elements, rounds=self.rounds)
-        _console().print(step.table(timings, elements=self.elements))
+        results, table = self._measured()
+        if not _is_first_rank():
+            return
+        _console().print(table)
         if self.json is not None:
-            content = {"elements": self.elements, "rounds": self.rounds, "timings": [asdict(t) for t in timings]}
+            content = {"what": self.what, "rounds": self.rounds, "results": [asdict(result) for result in results]}
             self.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def _measured(self) -> tuple[Sequence[Any], Table]:
+        from eco_dist.bench import cold, end_to_end, scaling, step
+
+        if self.what == "cold":
+            starts = cold.run(rounds=self.rounds)
+            return starts, cold.table(starts)
+        if self.what == "e2e":
+            steps = end_to_end.run(preset=self.preset, rounds=self.rounds)
+            return steps, end_to_end.table(steps)
+        if self.what == "scaling":
+            points = scaling.run(rounds=self.rounds)
+            if self.plot is not None:
+                scaling.plot(points, self.plot)
+            return points, scaling.table(points)
+        timings = step.run(elements=self.elements, rounds=self.rounds, peers=self.peers)
+        return timings, step.table(timings, elements=self.elements)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,8 +101,7 @@ def run(
     settings = settings or Settings()
     losses: dict[str, list[float]] = {recipe: [] for recipe in recipes}
     for seed in seeds:
-        start = directory / f"seed-{seed}" / "pretrained"
-        _finished(_config(settings, start, seed=seed, steps=settings.pretrain_steps, lr=settings.pretrain_lr))
+        start = pretrain(directory / f"seed-{seed}" / "pretrained", settings, seed=seed)
         for recipe in recipes:
             config = _config(
                 settings,
@@ -111,13 +110,19 @@ def run(
                 steps=settings.finetune_steps,
                 lr=settings.finetune_lr,
                 recipe=recipe,
-                init_from=start / "weights.safetensors",
+                init_from=start,
             )
             losses[recipe].append(_finished(config))
     result = Result(seeds=tuple(seeds), settings=settings, val_loss=losses)
     content = {"seeds": list(seeds), "settings": dataclasses.asdict(settings), "val_loss": losses}
     (directory / RESULT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return result
+
+
+def pretrain(directory: Path, settings: Settings, *, seed: int) -> Path:
+    """The trained weights every study starts from, a safetensors file; trained now unless `directory` has them."""
+    _finished(_config(settings, directory, seed=seed, steps=settings.pretrain_steps, lr=settings.pretrain_lr))
+    return directory / "weights.safetensors"
 
 
 def _config(

@@ -8,7 +8,7 @@ from typing import Any
 
 from eco_dist.training.metrics import series
 
-__all__ = ["plot_losses", "smooth"]
+__all__ = ["MARKERS", "PALETTE", "canvas", "plot_losses", "smooth"]
 
 # Okabe and Ito: eight colours that stay apart for every common kind of colour blindness; black and yellow left out,
 # black because it is the text's, yellow because it vanishes on white.
@@ -43,7 +43,7 @@ def plot_losses(runs: Mapping[str, Sequence[dict[str, Any]]], file: Path, *, tit
     """
     if not any(series(lines, "loss")[1] for lines in runs.values()):
         raise ValueError("expected a run with at least one logged loss, got none; train for some steps first")
-    figure, axes = _canvas()
+    figure, axes = canvas()
     for index, (label, lines) in enumerate(runs.items()):
         _draw(axes, label, lines, PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)])
     axes.set_ylim(*_limits([value for lines in runs.values() for value in series(lines, "loss")[1][1:]]))
@@ -53,7 +53,12 @@ def plot_losses(runs: Mapping[str, Sequence[dict[str, Any]]], file: Path, *, tit
     figure.savefig(file, dpi=150)
 
 
-def _canvas() -> tuple[Any, Any]:
+def canvas() -> tuple[Any, Any]:
+    """A figure and its axes in this package's style, drawn without a display.
+
+    Raises:
+        ValueError: matplotlib is missing.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -157,6 +157,13 @@ class CpuKernel:
             self._library.eco_step(shards, len(members), ctypes.byref(kind), None, torch.get_num_threads())
             del keep
 
+    def touch(self, task: Task) -> None:
+        """Read and write what a step of an `fp8` shard does, spoiling its contents: for measurements, nothing else."""
+        shards, keep = _describe([task])
+        is_bf16 = task.grad.dtype is torch.bfloat16
+        self._library.eco_touch(shards, ctypes.c_int64(task.grad.numel()), int(is_bf16), torch.get_num_threads())
+        del keep
+
     def is_steppable(self, grad: Tensor) -> bool:
         """Whether every element of a gradient is finite and its magnitude below 2^63."""
         grad = _ready(grad)
