@@ -1,7 +1,8 @@
 """The command line: ``eco-dist train | compare | recipes | experiment | bench | doctor``.
 
 A user's mistake (an unknown key, an impossible recipe, a missing file, a wrong world size) gives one sentence on stderr
-and exit code 2, on rank 0 alone but with that code on all ranks. A failure of the program itself gives its traceback.
+and exit code 2, on rank 0 alone but with that code on all ranks. A node that is lost gives one sentence on every other
+node and exit code 4. A failure of the program itself gives its traceback.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rich.table import Table
 __all__ = ["main"]
 
 USER_ERROR = 2
+LOST_NODE = 4
 OWN_PACKAGE = "eco_dist"
 
 
@@ -196,13 +198,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0, or 2 for a user's mistake.
+        The exit code: 0, 2 for a user's mistake, 4 if a node was lost.
     """
     command = tyro.cli(
         Command, prog="eco-dist", description=__doc__.splitlines()[0], args=arguments, console_outputs=_is_first_rank()
     )
+    from eco_dist.training.heartbeat import LostNodeError
+
     try:
         command.run()
+    except LostNodeError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"eco-dist: {error}", file=sys.stderr)
+        return LOST_NODE
     except (ValueError, TypeError, OSError) as error:
         if not _is_users(error):
             raise

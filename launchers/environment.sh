@@ -18,7 +18,10 @@ stamp="$(cat constraints.txt pyproject.toml | sha256sum)"
 if [ "$(cat ".venv/installed-$1" 2>/dev/null)" != "$stamp" ]; then
     # torch first and by its exact version: a later package's looser range must not bring another build.
     pip install --quiet "$(grep '^torch==' constraints.txt)"
-    pip install --quiet --constraint constraints.txt --editable ".[$1]"
+    # DeepSpeed is to compile nothing while it is installed; its operations are built when they are used.
+    DS_BUILD_OPS=0 pip install --quiet --constraint constraints.txt --editable ".[$1]"
+    # megablocks asks for an older torch, and what it compiles is replaced by plain torch (docs/moe.md).
+    case ",$1," in *,dev,*) pip install --quiet --no-deps --constraint constraints.txt megablocks stanford-stk ;; esac
     echo "$stamp" >".venv/installed-$1"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

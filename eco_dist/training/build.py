@@ -20,6 +20,7 @@ from eco_dist.training.data import find_documents, split_documents
 from eco_dist.training.metrics import METRICS_FILE
 from eco_dist.training.overrides import to_plain
 from eco_dist.training.plain_weights import load_plain_weights
+from eco_dist.training.preflight import check_memory
 from eco_dist.training.ranks import Ranks
 from eco_dist.training.summary import SUMMARY_FILE
 from eco_dist.training.tokens import TokenFile, load_tokenizer, open_tokens, write_tokens
@@ -118,7 +119,8 @@ def build_model(config: TrainConfig, recipe: Recipe, vocabulary: int, ranks: Ran
     """Draw or load the weights, predict the memory, then convert and place the model; the same on all ranks.
 
     Raises:
-        ValueError: the weights of ``model.init_from`` do not fit, or the recipe cannot hold a weight.
+        ValueError: the weights of ``model.init_from`` do not fit, the recipe cannot hold a weight, or a node has too
+            little memory.
     """
     shape = llama_config(config.model.preset, vocabulary=vocabulary, activations=config.model.activations)
     model = Llama(shape, seed=config.run.seed)
@@ -130,6 +132,7 @@ def build_model(config: TrainConfig, recipe: Recipe, vocabulary: int, ranks: Ran
         plan(model, stored, engine=name, world_size=ranks.world_size, optimizer=config.optimizer.name)
         for stored in (recipe, "fp32-master")
     )
+    check_memory(ranks, planned)
     model.to(ranks.device)
     if name == "fsdp2":
         conversion = fsdp2.shard_model(model, recipe, compute_dtype=COMPUTE_DTYPES[config.engine.compute])

@@ -32,9 +32,11 @@ from eco_dist.training.build import (
 from eco_dist.training.config import TrainConfig
 from eco_dist.training.display import Display
 from eco_dist.training.evaluate import Evaluator
+from eco_dist.training.heartbeat import naming_lost_nodes
 from eco_dist.training.metrics import MetricsWriter, StepMetrics, read_metrics
 from eco_dist.training.plain_weights import save_plain_weights
 from eco_dist.training.plot import plot_losses
+from eco_dist.training.preflight import check_nodes, facts_of
 from eco_dist.training.ranks import Ranks, open_ranks
 from eco_dist.training.sampler import WindowSampler
 from eco_dist.training.schedule import warmup_cosine
@@ -50,21 +52,28 @@ def train(config: TrainConfig) -> Summary:
     Collective under torchrun: every rank calls it with the same configuration.
 
     Raises:
-        ValueError: the configuration cannot be run: an impossible recipe, a wrong world size, too little text, weights
-            of another model, a directory that holds a run.
+        ValueError: the configuration cannot be run: an impossible recipe, a wrong world size, nodes that differ, too
+            little memory or text, weights of another model, a directory that holds a run.
+        LostNodeError: a node has gone during the run.
         FileNotFoundError: a file it names is missing.
     """
     recipe = build_recipe(config.recipe)
     llama_config(config.model.preset, vocabulary=1)  # an unknown preset fails here, before anything is written
     with open_ranks(config.engine) as ranks:
         _check_batch(config, ranks)
-        ranks.on_first(lambda: open_run_directory(config))
-        text = open_text(config, ranks)
-        built = build_model(config, recipe, text.vocabulary, ranks)
-        with Display(recipe.name, config.run.steps, shown=ranks.is_first) as display:
-            trainer = Trainer(config, recipe, text, built, ranks, display)
-            trainer.run()
-        return trainer.finish()
+        everyone = check_nodes(ranks, facts_of(config))
+        with naming_lost_nodes(ranks, everyone):
+            return _train(config, recipe, ranks)
+
+
+def _train(config: TrainConfig, recipe: Recipe, ranks: Ranks) -> Summary:
+    ranks.on_first(lambda: open_run_directory(config))
+    text = open_text(config, ranks)
+    built = build_model(config, recipe, text.vocabulary, ranks)
+    with Display(recipe.name, config.run.steps, shown=ranks.is_first) as display:
+        trainer = Trainer(config, recipe, text, built, ranks, display)
+        trainer.run()
+    return trainer.finish()
 
 
 def _check_batch(config: TrainConfig, ranks: Ranks) -> None:

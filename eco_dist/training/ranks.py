@@ -120,7 +120,14 @@ def _join(engine: EngineConfig, device: torch.device, rank: int, world_size: int
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=engine.timeout_s)
     if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world_size)
+        try:
+            dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world_size)
+        except (dist.DistError, RuntimeError) as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
+            raise ValueError(
+                f"expected {world_size} ranks to meet at {where} within {engine.timeout_s} s, got rank {rank} alone "
+                f"there ({str(error).splitlines()[0]}); start every node, with the same address"
+            ) from error
     else:
         # one rank without torchrun needs no port and no file to meet at
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=rank, world_size=world_size)
