@@ -66,7 +66,6 @@ def _training_step(
 
     def step() -> None:
         next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 

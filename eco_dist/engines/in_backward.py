@@ -64,9 +64,10 @@ def step_in_backward(
         ValueError: for clipping, accumulation, a trainable parameter the optimizer does not have, or a sharded weight
             with one scale for the whole tensor.
     """
-    if max_grad_norm is not None:
+    clip = optimizer.max_grad_norm if max_grad_norm is None else max_grad_norm
+    if clip is not None:
         raise ValueError(
-            f"expected max_grad_norm=None with step_in_backward, got {max_grad_norm}: clipping by global norm needs "
+            f"expected max_grad_norm=None with step_in_backward, got {clip}: clipping by global norm needs "
             "all gradients before the first step. Clip per parameter, or step after backward"
         )
     if accumulate != 1:

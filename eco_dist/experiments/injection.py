@@ -157,7 +157,6 @@ def _course(
         inputs, targets = text.train.batch(sampler.next_batch())
         loss = next_token_loss(model(inputs), targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if scenario.idle and scenario.idle[0] <= step < scenario.idle[1]:
             _idle_rows(model.parameters())
         for group in optimizer.param_groups:

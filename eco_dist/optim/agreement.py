@@ -26,7 +26,7 @@ def agreed_bad(good: Sequence[bool | Tensor], parameters: Sequence[Tensor]) -> b
     if on_device:
         flag = flag.to(on_device[0].device).maximum((~torch.stack(on_device)).any().to(torch.float32))
     for group in mesh_groups(parameters):
-        flag = flag.to(_device_of(group))
+        flag = flag.to(device_of(group))
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
 
@@ -45,7 +45,7 @@ def agree_on_absmax(tasks: Sequence[Task]) -> None:
             item.absmax = part.view_as(cast(Tensor, item.absmax))
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     """A device the group's backend can reduce on."""
     backend = dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from eco_dist.numerics import Granularity
-from eco_dist.optim.agreement import agree_on_absmax, agreed_bad
+from eco_dist.optim.agreement import agree_on_absmax
+from eco_dist.optim.gradients import Verdict, examine
 from eco_dist.optim.kernels import kernel_for
 from eco_dist.optim.rules import Hyper, Rule, Schedule
 from eco_dist.optim.shard import Shard, StateKey, check_placements, first_row, is_quantized, local, scale_group
@@ -30,18 +31,27 @@ class ECOOptimizer(Optimizer):
 
     Attributes:
         skipped_steps: steps that no rank took because a gradient somewhere was not finite.
+        grad_norm: global L2 norm of the gradients of the last step before clipping; None without `max_grad_norm`.
         collect_stats: set before a step to have `stats` after it; costs a pass over the weights.
         stats: sums over this rank's quantized weights in the last step; None if it was skipped or not collected.
     """
 
     _rule: Rule
 
-    def __init__(self, params: Any, defaults: dict[str, Any], *, seed: int, nonfinite: str) -> None:
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling to `step`, see `_loss_scale`
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], *, seed: int, nonfinite: str, max_grad_norm: float | None = None
+    ) -> None:
         """Check arguments and parameters; see the subclasses."""
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"expected max_grad_norm > 0 or None, got {max_grad_norm}")
         if nonfinite not in ("skip", "raise"):
             raise ValueError(f"expected nonfinite to be 'skip' or 'raise', got {nonfinite!r}")
         self.seed = seed
         self.nonfinite = nonfinite
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.collect_stats = False
         self.stats: StepStats | None = None
@@ -74,8 +84,8 @@ class ECOOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or pickle needs; streams are keyed by object and found again."""
-        own = {name: getattr(self, name) for name in ("seed", "nonfinite", "skipped_steps", "collect_stats", "stats")}
-        return {**super().__getstate__(), **own, "_streams": {}}
+        names = ("seed", "nonfinite", "max_grad_norm", "grad_norm", "skipped_steps", "collect_stats", "stats")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}, "_streams": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, in the dtypes of each parameter's recipe; on an error nothing is changed.
@@ -123,11 +133,20 @@ class ECOOptimizer(Optimizer):
         for group in self.param_groups:
             self._check_group(group)
         work = list(self._work())
-        self.stats = None
-        if self._gradients_are_bad([parameter for parameter, _ in work]):
+        self.stats = self.grad_norm = None
+        verdict = examine(
+            [parameter for parameter, _ in work],
+            [parameter for group in self.param_groups for parameter in group["params"]],
+            max_norm=self.max_grad_norm,
+            loss_scale=self._loss_scale(),
+            overflow=getattr(self, "found_inf", None),
+        )
+        if not self._accepts(verdict):
             return
+        self.grad_norm = verdict.norm
         self.stats = StepStats() if self.collect_stats else None
-        self._step_tasks([task for item in work if (task := self._task(*item)) is not None])
+        tasks = [self._task(p, group, local(cast(Tensor, p.grad)), verdict.scale) for p, group in work]
+        self._step_tasks([task for task in tasks if task is not None])
 
     @torch.no_grad()
     def step_parameter(self, parameter: Tensor) -> None:
@@ -136,8 +155,8 @@ class ECOOptimizer(Optimizer):
         The ranks that hold its shards take or skip it together.
         """
         group = next(group for group in self.param_groups if any(parameter is p for p in group["params"]))
-        if not self._gradients_are_bad([parameter], everyone=[parameter]):
-            task = self._task(parameter, group)
+        if self._accepts(examine([parameter], [parameter])):
+            task = self._task(parameter, group, local(cast(Tensor, parameter.grad)))
             self._step_tasks([] if task is None else [task])
 
     # --- inside -----------------------------------------------------------------------------------------------------
@@ -167,33 +186,35 @@ class ECOOptimizer(Optimizer):
                     raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use dense ones")
                 yield parameter, group
 
-    def _gradients_are_bad(self, parameters: list[Tensor], everyone: list[Tensor] | None = None) -> bool:
-        """Whether any rank has a gradient that cannot be used; all ranks get the same answer."""
-        everyone = everyone or [parameter for group in self.param_groups for parameter in group["params"]]
-        grads = [local(cast(Tensor, parameter.grad)) for parameter in parameters]
-        good = [kernel_for(grad.device).is_steppable(grad) for grad in grads]
-        if not agreed_bad(good, everyone):
-            return False
+    def _loss_scale(self) -> float:
+        """What `torch.amp.GradScaler` has multiplied the loss with; it sets this attribute for the time of a step."""
+        scale = getattr(self, "grad_scale", None)
+        return 1.0 if scale is None else float(scale)
+
+    def _accepts(self, verdict: Verdict) -> bool:
+        """Whether the step is taken; counts or reports it if not."""
+        if verdict.usable:
+            return True
         self.skipped_steps += 1
         if self.nonfinite == "raise":
-            here = sum(not bool(flag) for flag in good)
-            where = f"{here} parameters of this rank" if here else "another rank"
+            where = f"{verdict.bad_here} parameters of this rank" if verdict.bad_here else "another rank"
             rank = f" (rank {dist.get_rank()})" if dist.is_initialized() else ""
             raise FloatingPointError(
                 f"expected finite gradients below 2^63, got others on {where}{rank}; nothing was changed. "
                 "Lower the learning rate or clip gradients, or pass nonfinite='skip' to leave such steps out"
             )
-        return True
+        return False
 
-    def _task(self, parameter: Tensor, group: dict[str, Any]) -> Task | PlainTask | None:
-        """What to do with a parameter; None leaves it as it is."""
+    def _task(
+        self, parameter: Tensor, group: dict[str, Any], grad: Tensor, grad_scale: float = 1.0
+    ) -> Task | PlainTask | None:
+        """What to do with a parameter, given its local gradient; None leaves it as it is."""
         state = self.state[parameter]
         if not state:
             state.update(allocate_state(parameter, second_moment=self._rule is Rule.ADAMW))
         if float(group["lr"]) == 0.0:
             return None
-        grad = local(cast(Tensor, parameter.grad))
-        hyper = self._hyper(parameter, group, state)
+        hyper = self._hyper(parameter, group, state, grad_scale)
         state[StateKey.STEP].fill_(hyper.step)
         if StateKey.LR_PEAK in state:
             after = hyper.schedule.advance(hyper.lr)
@@ -220,7 +241,7 @@ class ECOOptimizer(Optimizer):
             kernel.step(shards, self.seed, self.stats)
             kernel.step_plain([task for task in members if isinstance(task, PlainTask)])
 
-    def _hyper(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Hyper:
+    def _hyper(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Tensor], grad_scale: float) -> Hyper:
         weight = local(parameter)
         schedule = Schedule()
         if StateKey.LR_PEAK in state:
@@ -230,6 +251,7 @@ class ECOOptimizer(Optimizer):
             weight_decay=float(group["weight_decay"]),
             step=int(state[StateKey.STEP]) + 1,
             maximize=group["maximize"],
+            grad_scale=grad_scale,
             injection=weight.recipe.injection_in_force if isinstance(weight, QuantizedWeight) else Injection.PAPER,
             schedule=schedule,
             **self._scalars(group),

@@ -30,6 +30,7 @@ class ECOAdamW(ECOOptimizer):
         maximize: bool = False,
         seed: int = 0,
         nonfinite: str = "skip",
+        max_grad_norm: float | None = None,
     ) -> None:
         """Create the optimizer.
 
@@ -43,12 +44,14 @@ class ECOAdamW(ECOOptimizer):
             seed: seed of stochastic rounding; use the same on all ranks.
             nonfinite: what to do about a NaN or infinite gradient on any rank: `skip` the step on all ranks, or
                 `raise` FloatingPointError on all ranks. Nothing changes either way.
+            max_grad_norm: clip gradients to this global L2 norm, as `torch.nn.utils.clip_grad_norm_` does, but inside
+                the step: no gradient is rewritten. `grad_norm` has the norm afterwards.
 
         Raises:
             ValueError: for arguments out of range.
         """
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, seed=seed, nonfinite=nonfinite)
+        super().__init__(params, defaults, seed=seed, nonfinite=nonfinite, max_grad_norm=max_grad_norm)
 
     def _scalars(self, group: dict[str, Any]) -> dict[str, float]:
         beta1, beta2 = group["betas"]
@@ -74,10 +77,11 @@ class ECOSGD(ECOOptimizer):
         maximize: bool = False,
         seed: int = 0,
         nonfinite: str = "skip",
+        max_grad_norm: float | None = None,
     ) -> None:
         """Create the optimizer; arguments as for `ECOAdamW`, `momentum` is the paper's beta."""
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, seed=seed, nonfinite=nonfinite)
+        super().__init__(params, defaults, seed=seed, nonfinite=nonfinite, max_grad_norm=max_grad_norm)
 
     def _scalars(self, group: dict[str, Any]) -> dict[str, float]:
         return {"beta1": float(group["momentum"])}

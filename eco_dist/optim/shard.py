@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from eco_dist.numerics import Granularity, Stream
 from eco_dist.recipe import Recipe
@@ -106,18 +107,23 @@ def is_quantized(parameter: Tensor) -> bool:
 
 
 def check_placements(parameter: Tensor) -> None:
-    """Refuse layouts that would cut a scale group.
+    """Refuse layouts whose shards are not runs of whole rows.
 
     Raises:
-        ValueError: for a DTensor that is neither replicated nor cut along dimension 0 by one mesh dimension.
+        ValueError: for a DTensor that is neither replicated, nor cut along dimension 0 by one mesh dimension, nor so
+            cut by two of which FSDP2 cut the parts of the other (expert parallelism).
     """
     if not isinstance(parameter, DTensor):
         return
     cuts = [placement for placement in parameter.placements if not isinstance(placement, Replicate)]
-    if len(cuts) > 1 or any(type(cut) is not ShardPlacement or cut.dim != 0 for cut in cuts):
+    kinds = [type(cut) for cut in cuts]
+    if any(kinds.count(kind) > 1 for kind in kinds) or any(
+        not isinstance(cut, ShardPlacement | _StridedShard) or cut.dim != 0 for cut in cuts
+    ):
         raise ValueError(
-            "expected a quantized weight cut along dimension 0 by one mesh dimension (FSDP2, HSDP) or replicated, got "
-            f"placements {parameter.placements}; tensor parallelism of quantized weights is not supported yet"
+            "expected a quantized weight cut along dimension 0 by one mesh dimension (FSDP2, HSDP), by FSDP2 and "
+            f"expert parallelism, or replicated, got placements {parameter.placements}; tensor parallelism of "
+            "quantized weights is not supported yet"
         )
 
 
@@ -125,12 +131,12 @@ def first_row(parameter: Tensor) -> int:
     """Global number of the first row of this rank's shard, leading dimensions flattened."""
     if not isinstance(parameter, DTensor):
         return 0
-    dim = _sharding_dim(parameter)
-    if dim is None:
-        return 0
-    # FSDP2 gives every rank ceil(rows / ranks) rows and the last ones what is left.
-    chunk = math.ceil(parameter.shape[0] / parameter.device_mesh.size(dim))
-    start = min(chunk * parameter.device_mesh.get_local_rank(dim), parameter.shape[0])
+    start, rows = 0, parameter.shape[0]
+    for dim in _sharding_dims(parameter):
+        # Every rank gets ceil(rows / ranks) rows and the last ones what is left.
+        chunk = math.ceil(rows / parameter.device_mesh.size(dim))
+        before = min(chunk * parameter.device_mesh.get_local_rank(dim), rows)
+        start, rows = start + before, min(chunk, rows - before)
     return start * math.prod(parameter.shape[1:-1])
 
 
@@ -139,15 +145,17 @@ def scale_group(parameter: Tensor) -> dist.ProcessGroup | None:
     weight = local(parameter)
     if not isinstance(parameter, DTensor) or not isinstance(weight, QuantizedWeight):
         return None
-    dim = _sharding_dim(parameter)
-    if dim is None or weight.recipe.granularity is not Granularity.TENSOR:
+    dims = _sharding_dims(parameter)
+    if not dims or weight.recipe.granularity is not Granularity.TENSOR:
         return None
-    return parameter.device_mesh.get_group(dim)
+    assert len(dims) == 1, "expert parallelism refuses granularity 'tensor'"
+    return parameter.device_mesh.get_group(dims[0])
 
 
-def _sharding_dim(parameter: DTensor) -> int | None:
-    dims = [dim for dim, placement in enumerate(parameter.placements) if isinstance(placement, ShardPlacement)]
-    return dims[0] if dims else None
+def _sharding_dims(parameter: DTensor) -> list[int]:
+    """Mesh dimensions that cut dimension 0, in the order of the cuts: what FSDP2 cut last was cut before."""
+    dims = [dim for dim, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
+    return sorted(dims, key=lambda dim: isinstance(parameter.placements[dim], _StridedShard))
 
 
 def mesh_groups(parameters: Sequence[Tensor]) -> list[dist.ProcessGroup]:

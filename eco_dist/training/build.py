@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, seed: int) -> 
 
     Args:
         model: converted and, if it is to be, sharded.
-        config: learning rate, moments, decay.
+        config: learning rate, moments, decay, clipping.
         seed: of the stochastic rounding.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -161,6 +162,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, seed: int) -> 
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     vector_decay = config.weight_decay if config.decay_norms else 0.0
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": vector_decay}]
+    clip = math.inf if config.clip is None else config.clip  # the norm is measured either way
+    decay = config.weight_decay
     if config.name == "sgd":
-        return ECOSGD(groups, config.lr, config.momentum, config.weight_decay, seed=seed)
-    return ECOAdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, config.weight_decay, seed=seed)
+        return ECOSGD(groups, config.lr, config.momentum, decay, seed=seed, max_grad_norm=clip)
+    betas = (config.beta1, config.beta2)
+    return ECOAdamW(groups, config.lr, betas, config.eps, decay, seed=seed, max_grad_norm=clip)

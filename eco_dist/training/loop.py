@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from eco_dist.memory import MemoryReport, WireMeter, compare_table, measure
 from eco_dist.models import llama_config, next_token_loss
@@ -198,11 +197,10 @@ class Trainer:
             loss = loss / self.config.run.accumulate
             loss.backward()
             self.window.add(loss.detach(), targets.numel())
-        clip = self.config.optimizer.clip
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if clip is None else clip)
         self.optimizer.step()
         self.window.steps += 1
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = self.optimizer.grad_norm
+        return math.nan if norm is None else norm  # none if the step was skipped
 
     def _micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         windows = self.sampler.next_batch()

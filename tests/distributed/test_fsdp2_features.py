@@ -130,6 +130,28 @@ def test_clipping_uses_the_global_norm(foreach: bool | None) -> None:
         assert after == pytest.approx(0.01, rel=1e-3)
 
 
+def clipped_inside() -> tuple[float, float]:
+    """The norm the step clips by, and the one of the whole model; one parameter has no gradient on any rank."""
+    model = build()
+    shard_model(model, "fp8")
+    alone = build()
+    quantize_weights_(alone, "fp8")
+    for net in (model, alone):
+        loss_of(net, batch(0)).backward()
+        next(net.parameters()).grad = None
+    optimizer = optimizer_for(model, max_grad_norm=0.01)
+    optimizer.step()
+    expected = nn.utils.get_total_norm([p.grad for p in alone.parameters() if p.grad is not None])
+    assert optimizer.grad_norm is not None
+    return optimizer.grad_norm, expected.item()
+
+
+def test_clipping_inside_the_step_uses_the_global_norm() -> None:
+    for world in (2, 3):
+        for norm, expected in run_ranks(world, clipped_inside):
+            assert norm == pytest.approx(expected, rel=1e-5)
+
+
 class Tied(Net):
     def __init__(self) -> None:
         super().__init__()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,7 +119,9 @@ class CpuKernel:
         """
         self._library = ctypes.CDLL(str(library(isa)))
         self._library.eco_isa.restype = ctypes.c_char_p
-        self._library.eco_is_steppable.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
+        for function in (self._library.eco_is_steppable, self._library.eco_sum_of_squares):
+            function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
+        self._library.eco_sum_of_squares.restype = ctypes.c_double
         self.name = f"cpu, {self._library.eco_isa().decode()}"
 
     def measure(self, tasks: Sequence[Task]) -> None:
@@ -166,11 +170,17 @@ class CpuKernel:
 
     def is_steppable(self, grad: Tensor) -> bool:
         """Whether every element of a gradient is finite and its magnitude below 2^63."""
+        return bool(self._read(self._library.eco_is_steppable, grad))
+
+    def norm(self, grad: Tensor) -> float:
+        """L2 norm of a gradient, the same for any number of threads."""
+        return math.sqrt(self._read(self._library.eco_sum_of_squares, grad))
+
+    @staticmethod
+    def _read(function: Any, grad: Tensor) -> float:
         grad = _ready(grad)
         is_bf16 = grad.dtype is torch.bfloat16
-        return bool(
-            self._library.eco_is_steppable(grad.data_ptr(), grad.numel(), int(is_bf16), torch.get_num_threads())
-        )
+        return float(function(grad.data_ptr(), grad.numel(), int(is_bf16), torch.get_num_threads()))
 
 
 def load() -> CpuKernel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from eco_dist.optim import step as reference
@@ -33,3 +34,8 @@ class ReferenceKernel:
     def is_steppable(self, grad: Tensor) -> Tensor:
         """Whether every element of a gradient is finite and its magnitude below 2^63."""
         return reference.is_steppable(grad)
+
+    def norm(self, grad: Tensor) -> Tensor:
+        """L2 norm of a gradient, a 0-dimensional tensor."""
+        norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        return norm

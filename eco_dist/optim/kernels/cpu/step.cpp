@@ -261,6 +261,34 @@ int eco_is_steppable(const void* grad, int64_t length, int is_bf16, int threads)
     return absmax < (127 + 63) << 23;
 }
 
+// Sum of the squares of all elements: fp32 within 1024 elements, fp64 beyond, so that threads change nothing.
+double eco_sum_of_squares(const void* grad, int64_t length, int is_bf16, int threads) {
+    const int64_t size = 1 << 10, pieces = (length + size - 1) / size;
+    std::vector<double> sums(pieces);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t piece = 0; piece < pieces; piece++) {
+        const int64_t end = std::min((piece + 1) * size, length);
+        vf sum{};
+        int64_t i = piece * size;
+        double rest = 0;
+        for (; i + VL <= end; i += VL) {
+            vf g = is_bf16 ? from_bf16(load<vh>((const uint16_t*)grad + i)) : load<vf>((const float*)grad + i);
+            sum += g * g;
+        }
+        for (; i < end; i++) {
+            const uint32_t b = is_bf16 ? (uint32_t)((const uint16_t*)grad)[i] << 16 : ((const uint32_t*)grad)[i];
+            float g;
+            memcpy(&g, &b, 4);
+            rest += (double)g * g;
+        }
+        for (int lane = 0; lane < VL; lane++) rest += sum[lane];
+        sums[piece] = rest;
+    }
+    double total = 0;
+    for (double sum : sums) total += sum;
+    return total;
+}
+
 // Reads and writes what a step with E4M3 codes, fp32 moments and block scales does, in the same order, without its
 // arithmetic: the limit of this access pattern on a machine, for measurements.
 void eco_touch(const Shard* shard, int64_t elements, int grad_is_bf16, int threads) {
