@@ -64,6 +64,11 @@ class ECOOptimizer(Optimizer):
         """Rule-specific fields of `Hyper`."""
         raise NotImplementedError
 
+    @property
+    def has_second_moment(self) -> bool:
+        """Whether the rule has one (AdamW) or not (SGD)."""
+        return self._rule is Rule.ADAMW
+
     # --- torch.optim.Optimizer --------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -97,7 +102,7 @@ class ECOOptimizer(Optimizer):
         try:
             super().load_state_dict(state_dict)
             for parameter, state in self.state.items():
-                restored = restore_dtypes(parameter, state, second_moment=self._rule is Rule.ADAMW)
+                restored = restore_dtypes(parameter, state, second_moment=self.has_second_moment)
                 self.state[parameter] = restored
         except Exception:
             self.state, self.param_groups = before
@@ -211,7 +216,7 @@ class ECOOptimizer(Optimizer):
         """What to do with a parameter, given its local gradient; None leaves it as it is."""
         state = self.state[parameter]
         if not state:
-            state.update(allocate_state(parameter, second_moment=self._rule is Rule.ADAMW))
+            state.update(allocate_state(parameter, second_moment=self.has_second_moment))
         if float(group["lr"]) == 0.0:
             return None
         hyper = self._hyper(parameter, group, state, grad_scale)
@@ -264,11 +269,16 @@ class ECOOptimizer(Optimizer):
             weight,
             {key: local(value) for key, value in state.items()},
             first_row=first_row(parameter),
-            tensor_id=self._stream(parameter),
+            tensor_id=self.stream_of(parameter),
             scale_group=scale_group(parameter),
         )
 
-    def _stream(self, parameter: Tensor) -> int:
+    def set_stream(self, parameter: Tensor, number: int) -> None:
+        """Go on with the stream of random bits that a checkpoint names."""
+        self.stream_of(parameter)
+        self._streams[id(parameter)] = number
+
+    def stream_of(self, parameter: Tensor) -> int:
         """Number of the parameter's stream of random bits, unique in this optimizer.
 
         Models converted block by block repeat names, and equal streams would round all blocks alike.

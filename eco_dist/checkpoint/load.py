@@ -1,0 +1,178 @@
+"""Loading: everything is checked on all ranks before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from eco_dist.checkpoint.manifest import LATEST, CheckpointError, Manifest, StoredTensor, verify
+from eco_dist.checkpoint.pieces import Description, ParameterRecord, Piece, clean, describe
+from eco_dist.checkpoint.write import checkpoints, together
+from eco_dist.optim import ECOOptimizer
+from eco_dist.optim.shard import is_quantized, local
+
+
+def latest(root: Path | str) -> Path | None:
+    """The newest finished checkpoint in a folder: the one LATEST names, else the one with the most steps; or None."""
+    root = Path(root)
+    try:
+        named = root / (root / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        named = None
+    found = checkpoints(root)
+    return named if named in found else (found[-1] if found else None)
+
+
+def load(path: Path | str, model: nn.Module, optimizer: ECOOptimizer) -> Manifest:
+    """Load a checkpoint into a model and its optimizer, whatever wrote it and on however many ranks; collective.
+
+    The run goes on bit for bit where the saved one stopped: weights, momenta, step counts, random bits, options of the
+    parameter groups. What the training program had added is in the manifest's `extra`.
+
+    Args:
+        path: folder of a checkpoint, or of a run, of which the newest one is taken.
+        model: converted with the recipe of the saved one, whole or sharded by FSDP2.
+        optimizer: its optimizer.
+
+    Raises:
+        CheckpointError: there is none, or it does not fit the model; the same sentence on all ranks, nothing changed.
+        CheckpointCorruptError: its bytes are not those that were written; likewise.
+    """
+    _, chosen = together(lambda: _choose(Path(path)) if _rank() == 0 else None)
+    directory = chosen[0]
+    assert directory is not None
+    manifest, _ = together(lambda: Manifest.read(directory))
+    together(lambda: _verify_share(directory, manifest))
+    description = describe(model, optimizer)
+    together(lambda: _check(description, manifest))
+    options, _ = together(lambda: _options(model, optimizer, manifest))
+    together(lambda: _read(directory, description.pieces, manifest))
+    _restore(model, optimizer, manifest)
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        group.update(values)
+    return manifest
+
+
+def _choose(path: Path) -> Path:
+    directory = path if (path / "manifest.json").exists() else latest(path)
+    if directory is None:
+        raise CheckpointError(f"expected a checkpoint in {path}, found none; give the folder of a finished save")
+    return directory
+
+
+def _verify_share(directory: Path, manifest: Manifest) -> None:
+    """Hash this rank's share of the files."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for name in sorted(manifest.files)[_rank() :: world]:
+        verify(directory, name, manifest.files[name])
+
+
+def _check(description: Description, manifest: Manifest) -> None:
+    """Whether every tensor of the model is in the checkpoint, in the same form, and no other."""
+    _same_names("parameter", description.records, manifest.parameters)
+    for name, record in description.records.items():
+        _check_record(name, record, manifest.parameters[name])
+    for piece in description.pieces:
+        stored = manifest.tensors.get(piece.name)
+        if stored is None and torch.Size(piece.shape).numel() == 0:
+            continue
+        if stored is None:
+            raise CheckpointError(
+                f"expected '{piece.name}' in the checkpoint, got none; momenta carry part of the weights, so a "
+                "checkpoint without them cannot be continued. Save with the optimizer"
+            )
+        if stored.shape != piece.shape or stored.dtype != piece.dtype_name:
+            raise CheckpointError(
+                f"expected '{piece.name}' as {piece.dtype_name} of shape {list(piece.shape)}, got {stored.dtype} of "
+                f"shape {list(stored.shape)}; convert the model with the recipe of the checkpoint"
+            )
+
+
+def _same_names(what: str, expected: Mapping[str, object], got: Mapping[str, object]) -> None:
+    for name in expected:
+        if name not in got:
+            raise CheckpointError(
+                f"expected the {what} '{name}' in the checkpoint, got none; load it into its own model"
+            )
+    for name in got:
+        if name not in expected:
+            raise CheckpointError(f"expected a {what} '{name}' in the model, got none; load it into its own model")
+
+
+def _check_record(name: str, record: ParameterRecord, saved: ParameterRecord) -> None:
+    if record.recipe != saved.recipe:
+        wanted, got = (item.recipe or {"format": "fp32"} for item in (record, saved))
+        field = next(key for key in {**wanted, **got} if wanted.get(key) != got.get(key))
+        raise CheckpointError(
+            f"expected '{name}' with {field} {wanted.get(field)!r} as in the model, got {got.get(field)!r} in the "
+            "checkpoint; convert the model with the recipe of the checkpoint"
+        )
+    if set(record.scalars) != set(saved.scalars) or record.scalars.get("layout") != saved.scalars.get("layout"):
+        raise CheckpointError(
+            f"expected optimizer state {sorted(record.scalars)} of '{name}', got {sorted(saved.scalars)}; "
+            "load it into the optimizer it was saved from"
+        )
+
+
+def _options(model: nn.Module, optimizer: ECOOptimizer, manifest: Manifest) -> list[dict[str, Any]]:
+    """Options of each of the optimizer's groups: those its parameters had when they were saved."""
+    saved = {name: index for index, group in enumerate(manifest.groups) for name in group["params"]}
+    names = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+    result = []
+    for number, group in enumerate(optimizer.param_groups):
+        indices = {saved.get(names[id(parameter)]) for parameter in group["params"]}
+        options = [manifest.groups[index] for index in sorted(i for i in indices if i is not None)]
+        plain = [{key: value for key, value in item.items() if key != "params"} for item in options]
+        if None in indices or any(item != plain[0] for item in plain):
+            raise CheckpointError(
+                f"expected the parameters of group {number} with the same options in the checkpoint, got different "
+                "ones; make the optimizer with the groups it was saved with"
+            )
+        result.append({key: tuple(v) if isinstance(v, list) else v for key, v in (plain[0] if plain else {}).items()})
+    return result
+
+
+def _read(directory: Path, pieces: Sequence[Piece], manifest: Manifest) -> None:
+    files: dict[str, Any] = {}
+    for piece in pieces:
+        if piece.tensor.numel():
+            _fill(piece, manifest.tensors[piece.name], directory, files)
+
+
+def _fill(piece: Piece, stored: StoredTensor, directory: Path, files: dict[str, Any]) -> None:
+    """Copy what overlaps of each run."""
+    target = piece.as_stored().view(-1)
+    for run in stored.runs:
+        first, end = max(piece.start, run.start), min(piece.end, run.start + run.count)
+        if first >= end:
+            continue
+        try:
+            if run.file not in files:
+                files[run.file] = safe_open(directory / run.file, framework="pt")
+            source: Tensor = files[run.file].get_tensor(run.key).view(-1)
+        except SafetensorError as error:
+            raise CheckpointError(f"expected '{run.key}' in {directory / run.file}, got {error}") from error
+        target[first - piece.start : end - piece.start].copy_(source[first - run.start : end - run.start])
+
+
+def _restore(model: nn.Module, optimizer: ECOOptimizer, manifest: Manifest) -> None:
+    """Numbers that are no tensors: steps, learning rates seen, streams of random bits, the seed."""
+    for name, parameter in model.named_parameters():
+        record = manifest.parameters[clean(name)]
+        for key, value in record.scalars.items():
+            optimizer.state[parameter][key].fill_(value)
+        if record.stream is not None and is_quantized(parameter):
+            optimizer.set_stream(parameter, record.stream)
+        torch.autograd.graph.increment_version(local(parameter))
+    if manifest.seed is not None:
+        optimizer.seed = manifest.seed
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
