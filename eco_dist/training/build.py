@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from eco_dist.optim import ECOSGD, ECOAdamW
 from eco_dist.recipe import Recipe
 from eco_dist.training.config import OptimizerConfig, RecipeConfig, TrainConfig
 from eco_dist.training.data import find_documents, split_documents
+from eco_dist.training.memory_report import batch_of, transformer_shape
 from eco_dist.training.metrics import METRICS_FILE
 from eco_dist.training.overrides import to_plain
 from eco_dist.training.plain_weights import load_plain_weights
 from eco_dist.training.preflight import check_memory
 from eco_dist.training.ranks import Ranks
+from eco_dist.training.resume import CHECKPOINTS
 from eco_dist.training.summary import SUMMARY_FILE
 from eco_dist.training.tokens import TokenFile, load_tokenizer, open_tokens, write_tokens
 from eco_dist.weights import ConversionReport
@@ -85,12 +88,14 @@ def open_run_directory(config: TrainConfig) -> Path:
         ValueError: it holds an earlier run and ``run.overwrite`` is false.
     """
     directory = config.run.directory
-    if (directory / METRICS_FILE).exists() and not config.run.overwrite:
+    if (directory / METRICS_FILE).exists() and not (config.run.overwrite or config.run.resume):
         raise ValueError(
             f"expected a fresh run.directory, got {directory} with an earlier run; "
-            "choose another one or set run.overwrite=true"
+            "choose another one, or set run.resume=true to go on with it or run.overwrite=true to replace it"
         )
     directory.mkdir(parents=True, exist_ok=True)
+    if not config.run.resume:
+        shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)  # another run would resume from them
     (directory / SUMMARY_FILE).unlink(missing_ok=True)  # it stands for a finished run, which this one is not yet
     (directory / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False), encoding="utf-8")
     return directory
@@ -130,7 +135,15 @@ def build_model(config: TrainConfig, recipe: Recipe, vocabulary: int, ranks: Ran
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = config.engine.name
     planned, baseline = (
-        plan(model, stored, engine=name, world_size=ranks.world_size, optimizer=config.optimizer.name)
+        plan(
+            model,
+            stored,
+            engine=name,
+            world_size=ranks.world_size,
+            optimizer=config.optimizer.name,
+            transformer=transformer_shape(shape),
+            batch=batch_of(config, ranks.world_size),
+        )
         for stored in (recipe, "fp32-master")
     )
     check_memory(ranks, planned)

@@ -147,6 +147,9 @@ class RunConfig:
         log_every, eval_every: steps between log lines and between validations (the last step always has both).
         eval_sequences: how many held-out sequences a validation reads; the same ones every time and on any world size.
         overwrite: allow ``directory`` to hold an earlier run, which is replaced.
+        save_every: steps between checkpoints, below ``directory/checkpoints``; None writes none.
+        keep: newest checkpoints to keep.
+        resume: go on from the newest checkpoint in ``directory``, if there is one: on any number of ranks.
         tensorboard: write TensorBoard events too (extra ``tensorboard``).
         plot: write ``loss.png`` at the end (extra ``plot``).
         save_weights: write ``weights.safetensors`` at the end.
@@ -160,6 +163,9 @@ class RunConfig:
     eval_every: Positive = 50
     eval_sequences: Positive = 64
     overwrite: bool = False
+    save_every: Positive | None = None
+    keep: Positive = 2
+    resume: bool = False
     tensorboard: bool = False
     plot: bool = True
     save_weights: bool = True

@@ -5,7 +5,6 @@ Every rank runs the same steps on its own slice of the same global batches. Rank
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eco_dist.memory import MemoryReport, WireMeter, compare_table, measure
+from eco_dist.checkpoint import faults
+from eco_dist.memory import WireMeter
 from eco_dist.models import llama_config, next_token_loss
 from eco_dist.recipe import Recipe
 from eco_dist.training.build import (
@@ -32,11 +32,13 @@ from eco_dist.training.config import TrainConfig
 from eco_dist.training.display import Display
 from eco_dist.training.evaluate import Evaluator
 from eco_dist.training.heartbeat import naming_lost_nodes
+from eco_dist.training.memory_report import RunMemory
 from eco_dist.training.metrics import MetricsWriter, StepMetrics, read_metrics
 from eco_dist.training.plain_weights import save_plain_weights
 from eco_dist.training.plot import plot_losses
 from eco_dist.training.preflight import check_nodes, facts_of
 from eco_dist.training.ranks import Ranks, open_ranks
+from eco_dist.training.resume import RunCheckpoints
 from eco_dist.training.sampler import WindowSampler
 from eco_dist.training.schedule import warmup_cosine
 from eco_dist.training.summary import Summary
@@ -45,10 +47,14 @@ from eco_dist.training.window import LogWindow
 __all__ = ["train"]
 
 
-def train(config: TrainConfig) -> Summary:
+def train(config: TrainConfig, *, memory_report: Path | None = None) -> Summary:
     """Train a model as ``config`` says, and write metrics, summary, memory report, weights and plot to its directory.
 
     Collective under torchrun: every rank calls it with the same configuration.
+
+    Args:
+        config: the run.
+        memory_report: directory for the full memory report (HTML, Markdown, JSON, PNG); None writes none.
 
     Raises:
         ValueError: the configuration cannot be run: an impossible recipe, a wrong world size, nodes that differ, too
@@ -62,15 +68,15 @@ def train(config: TrainConfig) -> Summary:
         _check_batch(config, ranks)
         everyone = check_nodes(ranks, facts_of(config))
         with naming_lost_nodes(ranks, everyone):
-            return _train(config, recipe, ranks)
+            return _train(config, recipe, ranks, memory_report)
 
 
-def _train(config: TrainConfig, recipe: Recipe, ranks: Ranks) -> Summary:
+def _train(config: TrainConfig, recipe: Recipe, ranks: Ranks, memory_report: Path | None) -> Summary:
     ranks.on_first(lambda: open_run_directory(config))
     text = open_text(config, ranks)
     built = build_model(config, recipe, text.vocabulary, ranks)
     with Display(recipe.name, config.run.steps, shown=ranks.is_first) as display:
-        trainer = Trainer(config, recipe, text, built, ranks, display)
+        trainer = Trainer(config, recipe, text, built, ranks, display, memory_report)
         trainer.run()
     return trainer.finish()
 
@@ -89,7 +95,14 @@ class Trainer:
     """One run in progress: model, optimizer, data and what has been measured so far."""
 
     def __init__(
-        self, config: TrainConfig, recipe: Recipe, text: Text, built: BuiltModel, ranks: Ranks, display: Display
+        self,
+        config: TrainConfig,
+        recipe: Recipe,
+        text: Text,
+        built: BuiltModel,
+        ranks: Ranks,
+        display: Display,
+        memory_report: Path | None = None,
     ) -> None:
         self.config, self.recipe, self.text, self.built = config, recipe, text, built
         self.ranks, self.display = ranks, display
@@ -114,8 +127,10 @@ class Trainer:
             ranks=ranks,
             compute=self.compute_context,
         )
+        self.checkpoints = RunCheckpoints(config.run, ranks, self.model, self.optimizer, self.scheduler, self.sampler)
+        self.done = self.checkpoints.resume()
         self.window = LogWindow(ranks)
-        self.measured: MemoryReport | None = None
+        self.memory = RunMemory(self.model, self.optimizer, built.planned, built.baseline, memory_report)
         self.wire_bytes: list[dict[str, int]] = []
         self.last: StepMetrics | None = None
         self.seconds = 0.0
@@ -125,7 +140,8 @@ class Trainer:
         self._announce()
         started = time.perf_counter()
         with self._open_metrics() as writer:
-            for step in range(1, self.config.run.steps + 1):
+            for step in range(self.done + 1, self.config.run.steps + 1):
+                faults.point(f"train:step-{step}")
                 logs, validates = self._due(step)
                 self.optimizer.collect_stats = logs
                 lr = float(self.scheduler.get_last_lr()[0])
@@ -134,6 +150,8 @@ class Trainer:
                 self.display.advance()
                 if logs:
                     self._log(step, lr, grad_norm, validates, writer)
+                self.checkpoints.after(step)
+        self.checkpoints.finish()
         self.seconds = time.perf_counter() - started
 
     def finish(self) -> Summary:
@@ -141,6 +159,7 @@ class Trainer:
         directory = self.config.run.directory
         if self.config.run.save_weights:
             save_plain_weights(self.model, directory / "weights.safetensors", self.ranks)
+        self.memory.finish(self.ranks)
         summary = self._summary()
         if self.ranks.is_first:
             summary.write(directory)
@@ -165,27 +184,29 @@ class Trainer:
     def _open_metrics(self) -> AbstractContextManager[MetricsWriter | None]:
         if not self.ranks.is_first:
             return nullcontext()
-        return MetricsWriter(self.config.run.directory, tensorboard=self.config.run.tensorboard)
+        run = self.config.run
+        return MetricsWriter(run.directory, after=self.done, tensorboard=run.tensorboard)
 
     def _due(self, step: int) -> tuple[bool, bool]:
         """Whether a log line and a validation are due after this step."""
         run = self.config.run
         validates = step % run.eval_every == 0 or step == run.steps
-        return validates or step == 1 or step % run.log_every == 0, validates
+        return validates or step == self.done + 1 or step % run.log_every == 0, validates
 
     def _measured_step(self, step: int) -> float:
         """A step; the first one is followed by the memory report, the second one runs under the wire meter.
 
         The first step of a sharded engine also sets things up, so its traffic is not that of a step.
         """
-        if step != min(2, self.config.run.steps):
-            norm = self._step()
+        if step != min(self.done + 2, self.config.run.steps):
+            with self.memory.around_step(step - self.done):
+                norm = self._step()
         else:
             with WireMeter() as meter:
                 norm = self._step()
             self.wire_bytes = self.ranks.gather({name: int(count) for name, count in meter.bytes.items()})
-        if step == 1:
-            self._measure_memory()
+        if step == self.done + 1:
+            self.memory.measure(self.config.run.directory, self.display, self.ranks)
         return norm
 
     def _step(self) -> float:
@@ -207,15 +228,6 @@ class Trainer:
         for first in range(0, len(windows), self.micro_batch):
             inputs, targets = self.text.train.batch(windows[first : first + self.micro_batch])
             yield inputs.to(self.ranks.device), targets.to(self.ranks.device)
-
-    def _measure_memory(self) -> None:
-        self.measured = measure(self.model, self.optimizer)
-        planned = self.built.planned
-        self.display.print(compare_table(planned, self.measured, self.built.baseline))
-        if self.ranks.is_first:
-            reports = {"planned": planned, "measured": self.measured, "baseline": self.built.baseline}
-            content = {name: report.to_json() for name, report in reports.items()}
-            (self.config.run.directory / "memory.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
 
     def _log(self, step: int, lr: float, grad_norm: float, validates: bool, writer: MetricsWriter | None) -> None:
         loss, tokens_per_second = self.window.close()
@@ -246,7 +258,7 @@ class Trainer:
         return math.sqrt(error / weight) if weight else 0.0, moved / elements
 
     def _summary(self) -> Summary:
-        planned, measured, last = self.built.planned, self.measured, self.last
+        planned, measured, last = self.built.planned, self.memory.measured, self.last
         assert measured is not None
         assert last is not None
         assert last.val_loss is not None

@@ -42,16 +42,19 @@ class MetricsWriter:
     """Appends `StepMetrics` to the files of a run directory; use it as a context manager, on rank 0 only.
 
     Args:
-        directory: of the run; an earlier ``metrics.jsonl`` there is replaced.
+        directory: of the run.
+        after: step the run goes on from; later lines of an earlier ``metrics.jsonl`` there are replaced.
         tensorboard: write TensorBoard events below ``directory/tensorboard`` too.
 
     Raises:
         ValueError: TensorBoard is asked for and not installed.
     """
 
-    def __init__(self, directory: Path, *, tensorboard: bool = False) -> None:
+    def __init__(self, directory: Path, *, after: int = 0, tensorboard: bool = False) -> None:
         """Open the files."""
+        kept = [line for line in read_metrics(directory) if line["step"] <= after] if after else []
         self._file = (directory / METRICS_FILE).open("w", encoding="utf-8")
+        self._file.writelines(json.dumps(line) + "\n" for line in kept)
         self._events = _open_events(directory / "tensorboard") if tensorboard else None
 
     def __enter__(self) -> Self:

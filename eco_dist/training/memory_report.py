@@ -1,0 +1,99 @@
+"""The memory of a run: measured after its first step, and for a full report tracked over its third."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from eco_dist.memory import MemoryReport, compare_table, measure
+from eco_dist.memory.activations import Batch, TransformerShape
+from eco_dist.memory.render import Page, write_reports
+from eco_dist.memory.track import StepTracker
+from eco_dist.models import LlamaConfig
+from eco_dist.training.config import TrainConfig
+from eco_dist.training.display import Display
+from eco_dist.training.ranks import Ranks
+
+__all__ = ["RunMemory", "batch_of", "transformer_shape"]
+
+TRACKED_STEP = 3
+"""The first step sets an engine up and the second runs under the wire meter."""
+
+
+class RunMemory:
+    """What a run's ranks hold, planned and measured.
+
+    Attributes:
+        measured: after the first step; None before.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, planned: MemoryReport, baseline: MemoryReport, out: Path | None
+    ) -> None:
+        """Prepare; `out` is the directory of the full report, None for none."""
+        self._model, self._optimizer = model, optimizer
+        self._planned, self._baseline = planned, baseline
+        self._out = out
+        self._tracker: StepTracker | None = None
+        self.measured: MemoryReport | None = None
+
+    def around_step(self, number: int) -> AbstractContextManager[object]:
+        """Context of a step; `number` counts from 1 where this process began."""
+        if self._out is None or number != TRACKED_STEP:
+            return nullcontext()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._tracker = StepTracker(self._model, self._optimizer)
+        return self._tracker
+
+    def measure(self, directory: Path, display: Display, ranks: Ranks) -> None:
+        """Measure, print planned beside measured, and write ``memory.json``; collective."""
+        self.measured = measure(self._model, self._optimizer)
+        display.print(compare_table(self._planned, self.measured, self._baseline))
+        if ranks.is_first:
+            reports = {"planned": self._planned, "measured": self.measured, "baseline": self._baseline}
+            content = {name: report.to_json() for name, report in reports.items()}
+            (directory / "memory.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+    def finish(self, ranks: Ranks) -> None:
+        """Write the full report if one is wanted; collective."""
+        if self._out is None or self.measured is None:
+            return
+        timelines = ranks.gather(self._tracker.timeline if self._tracker is not None else ())
+        measured = dataclasses.replace(
+            self.measured,
+            ranks=tuple(
+                dataclasses.replace(rank, holding=dataclasses.replace(rank.holding, timeline=timeline))
+                for rank, timeline in zip(self.measured.ranks, timelines, strict=True)
+            ),
+        )
+        if ranks.is_first:
+            write_reports(Page(report=self._planned, baseline=self._baseline, measured=measured), self._out)
+
+
+def transformer_shape(config: LlamaConfig) -> TransformerShape:
+    """The sizes that a Llama's activations follow from."""
+    return TransformerShape(
+        layers=config.layers,
+        width=config.width,
+        vocabulary=config.vocabulary,
+        heads=config.heads,
+        query=config.width,
+        key=config.width,
+        value=config.width,
+        out=config.width,
+        hidden=config.hidden,
+    )
+
+
+def batch_of(config: TrainConfig, world_size: int) -> Batch:
+    """What one rank computes at a time."""
+    return Batch(
+        sequences=max(1, config.data.batch // (world_size * config.run.accumulate)),
+        length=config.data.seq_len,
+        compute_bytes=2 if config.engine.compute == "bf16" else 4,
+    )
