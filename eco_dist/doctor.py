@@ -21,7 +21,7 @@ OPTIONAL = {
     "tokenizers": ("bpe", "byte-pair tokenizers"),
     "tensorboard": ("tensorboard", "TensorBoard events"),
     "transformers": ("hf", "Hugging Face models"),
-    "triton": ("dev", "the random stream's check against Triton"),
+    "triton": ("dev", "the step on GPUs; torch for GPUs brings it along"),
 }
 """Package -> the extra that brings it, and what it is for."""
 

@@ -3,9 +3,10 @@
 | backend | device | needs |
 |---|---|---|
 | `cpu` | CPU | a C++ compiler at first use, or a wheel that carries the library |
+| `triton` | CUDA, ROCm | the package triton |
 | `reference` | any | nothing |
 
-`ECO_DIST_KERNEL=reference` (or `cpu`) chooses by hand.
+`ECO_DIST_KERNEL=reference` (or `cpu`, or `triton`) chooses by hand.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from eco_dist.optim.kernels.build import BuildError
 from eco_dist.optim.kernels.cpu import load
 from eco_dist.optim.kernels.reference import ReferenceKernel
+from eco_dist.optim.kernels.triton import load as load_triton
 from eco_dist.optim.step import PlainTask, StepStats, Task
 
 logger = logging.getLogger(__name__)
@@ -44,17 +46,23 @@ class Kernel(Protocol):
     def is_steppable(self, grad: Tensor) -> bool | Tensor:
         """Whether every element of a gradient is finite and its magnitude below 2^63."""
 
+    def norm(self, grad: Tensor) -> float | Tensor:
+        """L2 norm of a gradient; not below 2^63 if an element is not, NaN if one is."""
+
 
 def kernel_for(device: torch.device) -> Kernel:
     """The backend for a device.
 
     Raises:
         ValueError: if ECO_DIST_KERNEL names no backend.
+        BuildError: if the backend it names does not work for the device.
     """
     choice = os.environ.get("ECO_DIST_KERNEL", "")
-    if choice not in ("", "cpu", "reference"):
-        raise ValueError(f"expected ECO_DIST_KERNEL to be 'cpu', 'reference' or unset, got {choice!r}")
-    if device.type != "cpu" or choice == "reference":
+    if choice not in ("", "cpu", "triton", "reference"):
+        raise ValueError(f"expected ECO_DIST_KERNEL to be 'cpu', 'triton', 'reference' or unset, got {choice!r}")
+    if choice != "reference" and (device.type == "cuda" or choice == "triton"):
+        return _triton(device.type, choice == "triton")
+    if choice == "reference" or device.type != "cpu":
         return _reference()
     return _cpu(choice == "cpu")
 
@@ -62,6 +70,17 @@ def kernel_for(device: torch.device) -> Kernel:
 @functools.cache
 def _reference() -> Kernel:
     return ReferenceKernel()
+
+
+@functools.cache
+def _triton(device_type: str, required: bool) -> Kernel:
+    try:
+        return load_triton(torch.device(device_type))
+    except BuildError as error:
+        if required:
+            raise
+        logger.warning("the fused GPU step is not available (%s); the plain torch step is used, far slower", error)
+        return _reference()
 
 
 @functools.cache
