@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from eco_dist.numerics import scale_shape
@@ -106,6 +107,7 @@ def describe(model: nn.Module, optimizer: ECOOptimizer | None = None) -> Descrip
     """
     pieces: list[Piece] = []
     records: dict[str, ParameterRecord] = {}
+    _reshard(model)
     stepped = set() if optimizer is None else {id(p) for g in optimizer.param_groups for p in g["params"]}
     for name, parameter in model.named_parameters():
         name = clean(name)
@@ -122,6 +124,13 @@ def describe(model: nn.Module, optimizer: ECOOptimizer | None = None) -> Descrip
             "make the optimizer after sharding, from model.parameters()"
         )
     return Description(pieces=tuple(pieces), records=records)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free what a forward pass without backward has left unsharded, which would stand for the parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def clean(name: str) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from eco_dist import ECOAdamW, quantize_weights_, shard_model
 from eco_dist.checkpoint import AsyncSaver, load, save
 from eco_dist.optim.shard import local
-from tests.distributed.models import Net, build, train
+from tests.distributed.models import Net, batch, build, train
 from tests.distributed.ranks import run_ranks
 
 Saved = tuple[Path, dict[str, Tensor], list[float]]
@@ -63,6 +63,8 @@ def contents(model: Net, optimizer: ECOAdamW) -> dict[str, Tensor]:
 def save_here(recipe: str, root: str) -> tuple[dict[str, Tensor], list[float]]:
     model, optimizer = prepared(recipe, seed=0)
     train(model, optimizer, 2)
+    with torch.no_grad():
+        model(batch(9))  # a validation leaves parameters of FSDP2's root unsharded
     save(root, model, optimizer, step=2)
     held = contents(model, optimizer)
     return held, train(model, optimizer, 3, first=2)

@@ -68,7 +68,7 @@ def start() -> Iterator[Start]:
 
 
 def settings(directory: Path, *more: str) -> list[str]:
-    text = f"data.path={ROOT / 'eco_dist'}"
+    text = f"data.path={ROOT / 'README.md'}"
     options = ("model=nano", text, "run.eval_sequences=16", f"run.directory={directory}", "engine.timeout_s=60")
     return ["configs/quickstart.yaml", *options, *more]
 

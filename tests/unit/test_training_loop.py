@@ -125,3 +125,32 @@ def test_validation_windows_are_distinct_and_spread(windows: int, wanted: int, c
     assert chosen == sorted(chosen)
     assert chosen[0] >= 0
     assert chosen[-1] < windows
+
+
+def test_a_run_that_broke_off_goes_on_to_the_same_end(
+    finished: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full before step 15; a second start with `run.resume` takes the checkpoint of step 12 up."""
+    options = ("run.eval_every=10", "run.save_every=6", "run.resume=true")
+    monkeypatch.setenv("ECO_DIST_FAULT", "train:step-15:raise")
+    with pytest.raises(OSError, match="no space left"):
+        run(tmp_path, text, *options)
+    monkeypatch.delenv("ECO_DIST_FAULT")
+    summary = run(tmp_path, text, *options)
+    assert summary.val_loss == read_summary(finished).val_loss
+    expected, got = (load_file(folder / "weights.safetensors") for folder in (finished, tmp_path))
+    assert all(torch.equal(expected[name], tensor) for name, tensor in got.items())
+    lines = {line["step"]: line for line in read_metrics(tmp_path)}
+    assert list(lines) == [1, 5, 10, 13, 15, 20, 25, 30]
+    for line in read_metrics(finished):
+        if line["step"] != 15:  # whose loss is the mean since the line before, which is another one here
+            assert lines[line["step"]]["loss"] == line["loss"]
+
+
+def test_a_new_run_does_not_take_up_an_old_checkpoint(text: Path, tmp_path: Path) -> None:
+    run(tmp_path, text, "run.save_every=30")
+    assert (tmp_path / "checkpoints" / "LATEST").exists()
+    run(tmp_path, text, "run.overwrite=true")
+    assert not (tmp_path / "checkpoints").exists()
+    with pytest.raises(ValueError, match=r"run\.resume=true to go on"):
+        run(tmp_path, text)
