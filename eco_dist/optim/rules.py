@@ -205,3 +205,31 @@ def inject(exp_avg: Tensor, error: Tensor, denominator: Tensor | None, scalars: 
     if denominator is not None:
         error.mul_(denominator)
     exp_avg.add_(error.mul_(scalars.gain))
+
+
+def virtual_weight(
+    theta: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor | None, hyper: Hyper, *, rule: Rule = Rule.ADAMW
+) -> Tensor:
+    """The weight without the rounding errors that are still pending in the momentum.
+
+        theta-hat - beta1 / (1 - beta1) H m,    H = (lr / c1) / d for AdamW, lr for SGD, 1 for `displacement`
+
+    The errors are a part of m that pays itself back by beta1^k H m over the next steps k; this pays them all at once
+    (the virtual sequence of ECO, definition 3.4, for AdamW). The rest of m, the gradients', moves the weight a little.
+    For `auto`, lr is the divisor the errors were injected with.
+
+    Args:
+        theta: stored weight, fp32.
+        exp_avg: first moment, fp32.
+        exp_avg_sq: second moment, fp32; None for SGD.
+        hyper: of the last step; `step` is its number and `schedule` what it left.
+        rule: which update.
+    """
+    share = hyper.beta1 / (1 - hyper.beta1)
+    if hyper.injection is Injection.DISPLACEMENT:
+        return theta - exp_avg * share
+    if rule is Rule.SGD or exp_avg_sq is None:
+        return theta - exp_avg * (share * hyper.injection_lr)
+    correction1, correction2 = 1 - hyper.beta1**hyper.step, 1 - hyper.beta2**hyper.step
+    denominator = square_root(exp_avg_sq).mul_(1 / math.sqrt(correction2)).add_(hyper.eps)
+    return theta - (exp_avg / denominator).mul_(share * hyper.injection_lr / correction1)
