@@ -28,5 +28,5 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECO_DIST_KERNEL", "gpu")
-    with pytest.raises(ValueError, match="to be 'cpu', 'triton', 'reference' or unset, got 'gpu'"):
+    with pytest.raises(ValueError, match="'cpu', 'triton', 'chunked', 'reference' or unset, got 'gpu'"):
         doctor.diagnose()

@@ -160,7 +160,7 @@ def test_a_gpu_it_does_not_work_on_gets_the_reference_and_says_so_once(
     monkeypatch.delenv("ECO_DIST_KERNEL", raising=False)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert kernels.kernel_for(torch.device("cuda")).name == "reference, plain torch"
+            assert kernels.kernel_for(torch.device("cuda")).name == "plain torch, in chunks"
     assert len(caplog.records) == 1
     assert "the fused GPU step is not available (triton failed on cuda: " in caplog.text
     monkeypatch.setenv("ECO_DIST_KERNEL", "triton")

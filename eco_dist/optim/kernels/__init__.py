@@ -4,9 +4,10 @@
 |---|---|---|
 | `cpu` | CPU | a C++ compiler at first use, or a wheel that carries the library |
 | `triton` | CUDA, ROCm | the package triton |
-| `reference` | any | nothing |
+| `chunked` | any | nothing: what runs where those two cannot, with a warning |
+| `reference` | any | nothing; temporaries of a weight's size |
 
-`ECO_DIST_KERNEL=reference` (or `cpu`, or `triton`) chooses by hand.
+`ECO_DIST_KERNEL=reference` (or `cpu`, `triton`, `chunked`) chooses by hand.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from eco_dist.optim.kernels.build import BuildError
+from eco_dist.optim.kernels.chunked import ChunkedKernel
 from eco_dist.optim.kernels.cpu import load
 from eco_dist.optim.kernels.reference import ReferenceKernel
 from eco_dist.optim.kernels.triton import load as load_triton
@@ -58,18 +60,26 @@ def kernel_for(device: torch.device) -> Kernel:
         BuildError: if the backend it names does not work for the device.
     """
     choice = os.environ.get("ECO_DIST_KERNEL", "")
-    if choice not in ("", "cpu", "triton", "reference"):
-        raise ValueError(f"expected ECO_DIST_KERNEL to be 'cpu', 'triton', 'reference' or unset, got {choice!r}")
-    if choice != "reference" and (device.type == "cuda" or choice == "triton"):
-        return _triton(device.type, choice == "triton")
-    if choice == "reference" or device.type != "cpu":
+    if choice not in ("", "cpu", "triton", "chunked", "reference"):
+        names = "'cpu', 'triton', 'chunked', 'reference' or unset"
+        raise ValueError(f"expected ECO_DIST_KERNEL to be {names}, got {choice!r}")
+    if choice == "reference":
         return _reference()
+    if choice != "chunked" and (device.type == "cuda" or choice == "triton"):
+        return _triton(device.type, choice == "triton")
+    if choice == "chunked" or device.type != "cpu":
+        return _chunked()
     return _cpu(choice == "cpu")
 
 
 @functools.cache
 def _reference() -> Kernel:
     return ReferenceKernel()
+
+
+@functools.cache
+def _chunked() -> Kernel:
+    return ChunkedKernel()
 
 
 @functools.cache
@@ -80,7 +90,7 @@ def _triton(device_type: str, required: bool) -> Kernel:
         if required:
             raise
         logger.warning("the fused GPU step is not available (%s); the plain torch step is used, far slower", error)
-        return _reference()
+        return _chunked()
 
 
 @functools.cache
@@ -93,4 +103,4 @@ def _cpu(required: bool) -> Kernel:
         logger.warning(
             "the fused CPU step is not available (%s); the plain torch step is used, many times slower", error
         )
-        return _reference()
+        return _chunked()
