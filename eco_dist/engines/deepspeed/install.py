@@ -1,0 +1,97 @@
+"""Let `deepspeed.initialize` choose our ZeRO optimizers when, and only when, the optimizer is an ECO one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime import engine as ds_engine
+from deepspeed.runtime.zero import stage3 as ds_stage3
+from deepspeed.runtime.zero import utils as zero_utils
+
+from eco_dist.engines.deepspeed.config import read_config, refuse_unsupported
+from eco_dist.engines.deepspeed.contract import require_contract
+from eco_dist.engines.deepspeed.plan import plan_weights, refuse_quantized, split_optimizer
+from eco_dist.engines.deepspeed.zero3 import ECOZeroOptimizer3
+from eco_dist.engines.deepspeed.zero12 import ECOZeroOptimizer
+from eco_dist.optim import ECOSGD, ECOAdamW, ECOOptimizer
+
+_MARK = "_eco_dist_original"
+
+
+def install() -> None:
+    """Route ECO optimizers; others are untouched. Doing it twice is doing it once.
+
+    Raises:
+        ImportError: if the installed DeepSpeed lacks what this engine relies on; names all of it.
+    """
+    require_contract()
+    for optimizer in (ECOAdamW, ECOSGD):
+        if optimizer not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
+            zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer)
+        setattr(torch.optim, optimizer.__name__, optimizer)  # where DeepSpeed looks for "optimizer": {"type": ...}
+    engine = ds_engine.DeepSpeedEngine
+    if not hasattr(engine._configure_zero_optimizer, _MARK):
+        engine._configure_zero_optimizer = _routed(engine._configure_zero_optimizer)
+        engine._do_optimizer_sanity_check = _checked(engine._do_optimizer_sanity_check)
+        engine._configure_distributed_model = _plain(engine._configure_distributed_model)
+
+
+@functools.wraps(deepspeed.initialize)
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """`deepspeed.initialize`, after `install()`."""
+    install()
+    return deepspeed.initialize(*args, **kwargs)
+
+
+def _checked(original: Any) -> Any:
+    """Refuse before DeepSpeed chooses a wrapper: some of them would keep master weights."""
+
+    @functools.wraps(original)
+    def check(self: Any, basic_optimizer: Any) -> Any:
+        if isinstance(basic_optimizer, ECOOptimizer):
+            refuse_unsupported(self)
+        return original(self, basic_optimizer)
+
+    return check
+
+
+def _plain(original: Any) -> Any:
+    """Refuse a converted model before DeepSpeed moves it."""
+
+    @functools.wraps(original)
+    def configure(self: Any, model: Any) -> Any:
+        refuse_quantized(model)
+        return original(self, model)
+
+    return configure
+
+
+def _routed(original: Any) -> Any:
+    @functools.wraps(original)
+    def configure(self: Any, optimizer: Any) -> Any:
+        if not isinstance(optimizer, ECOOptimizer):
+            return original(self, optimizer)
+        return _configure(self, optimizer, original)
+
+    setattr(configure, _MARK, original)
+    return configure
+
+
+def _configure(engine: Any, client: ECOOptimizer, original: Any) -> Any:
+    """DeepSpeed's own method, with our classes in the place of its own while it runs."""
+    # It subclasses stage 3 when it is first imported, which must not happen while the name is replaced.
+    import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
+
+    config = read_config(engine._config._param_dict)
+    plan = plan_weights(engine.module, config)
+    optimizer = split_optimizer(client, plan)
+    saved = ds_engine.DeepSpeedZeroOptimizer, ds_stage3.DeepSpeedZeroOptimizer_Stage3
+    ds_engine.DeepSpeedZeroOptimizer = functools.partial(ECOZeroOptimizer, module=engine.module, plan=plan)
+    ds_stage3.DeepSpeedZeroOptimizer_Stage3 = functools.partial(ECOZeroOptimizer3, plan=plan)
+    try:
+        return original(engine, optimizer)
+    finally:
+        ds_engine.DeepSpeedZeroOptimizer, ds_stage3.DeepSpeedZeroOptimizer_Stage3 = saved
