@@ -1,4 +1,4 @@
-"""The command line: ``eco-dist train | compare | recipes | experiment | bench | doctor``.
+"""The command line: ``eco-dist train | compare | memory | recipes | experiment | bench | doctor``.
 
 A user's mistake (an unknown key, an impossible recipe, a missing file, a wrong world size) gives one sentence on stderr
 and exit code 2, on rank 0 alone but with that code on all ranks. A node that is lost gives one sentence on every other
@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 from rich.table import Table
+
+from eco_dist.cli_memory import Memory
+from eco_dist.terminal import console, is_first_rank
 
 __all__ = ["main"]
 
@@ -32,16 +34,18 @@ class Train:
     Args:
         config: YAML file of the run; without it every key has its default.
         overrides: changes to it, as section.key=value, such as recipe=fp8-8bit run.steps=100.
+        memory_report: directory for the full memory report of the run: every rank, and a step's timeline.
     """
 
     config: Path | None = None
     overrides: tyro.conf.Positional[tuple[str, ...]] = ()
+    memory_report: Path | None = None
 
     def run(self) -> None:
         """Load the configuration and train."""
         from eco_dist.training import load_config, train
 
-        train(load_config(self.config, self.overrides))
+        train(load_config(self.config, self.overrides), memory_report=self.memory_report)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +64,9 @@ class Compare:
         """Print the table."""
         from eco_dist.training import compare_runs
 
-        _console().print(compare_runs(self.runs, self.plot))
+        console().print(compare_runs(self.runs, self.plot))
         if self.plot is not None:
-            _console().print(f"wrote {self.plot}", highlight=False)
+            console().print(f"wrote {self.plot}", highlight=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,7 @@ class Recipes:
         for name, recipe in RECIPES.items():
             values = (value or "-" for value in recipe.to_dict().values())
             table.add_row(name, *values, f"{recipe.bytes_per_parameter:.2f}")
-        _console().print(table)
+        console().print(table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +109,9 @@ class Experiment:
 
         directory = self.directory or Path("runs") / self.name
         if self.name == "finetune":
-            _console().print(finetune.run(directory, seeds=self.seeds).table())
+            console().print(finetune.run(directory, seeds=self.seeds).table())
         else:
-            _console().print(injection.run(directory, seeds=self.seeds).table())
+            console().print(injection.run(directory, seeds=self.seeds).table())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +149,9 @@ class Bench:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         results, table = self._measured()
-        if not _is_first_rank():
+        if not is_first_rank():
             return
-        _console().print(table)
+        console().print(table)
         if self.json is not None:
             content = {"what": self.what, "rounds": self.rounds, "results": [asdict(result) for result in results]}
             self.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -171,6 +175,40 @@ class Bench:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write the weights of a checkpoint as safetensors files that other tools read.
+
+    Args:
+        checkpoint: folder of a checkpoint, or of a run, of which the newest one is taken.
+        target: empty folder for the files.
+        format: `fp32`, `bf16`, or `compressed-tensors` (E4M3 with scales).
+        virtual: write the weight without the rounding errors pending in the momentum (`fp32`, `bf16`).
+        force: allow `virtual` after rounding to nearest, where it does harm.
+        config: a Hugging Face config.json to put beside the weights.
+    """
+
+    checkpoint: tyro.conf.Positional[Path]
+    target: tyro.conf.Positional[Path]
+    format: Literal["fp32", "bf16", "compressed-tensors"] = "bf16"
+    virtual: bool = False
+    force: bool = False
+    config: Path | None = None
+
+    def run(self) -> None:
+        """Export and say what was written."""
+        from eco_dist.checkpoint import export
+        from eco_dist.training.resume import CHECKPOINTS
+
+        below = self.checkpoint / CHECKPOINTS
+        source = below if below.is_dir() else self.checkpoint
+        files = export(
+            source, self.target, format=self.format, virtual=self.virtual, force=self.force, config=self.config
+        )
+        for file in files:
+            print(file)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Say what this machine has: versions, devices, the kernel that steps weights, optional packages."""
 
@@ -178,15 +216,17 @@ class Doctor:
         """Print the table."""
         from eco_dist import doctor
 
-        _console().print(doctor.table())
+        console().print(doctor.table())
 
 
 Command = (
     Annotated[Train, tyro.conf.subcommand("train", prefix_name=False)]
     | Annotated[Compare, tyro.conf.subcommand("compare", prefix_name=False)]
+    | Annotated[Memory, tyro.conf.subcommand("memory", prefix_name=False)]
     | Annotated[Recipes, tyro.conf.subcommand("recipes", prefix_name=False)]
     | Annotated[Experiment, tyro.conf.subcommand("experiment", prefix_name=False)]
     | Annotated[Bench, tyro.conf.subcommand("bench", prefix_name=False)]
+    | Annotated[Export, tyro.conf.subcommand("export", prefix_name=False)]
     | Annotated[Doctor, tyro.conf.subcommand("doctor", prefix_name=False)]
 )
 
@@ -198,15 +238,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0, 2 for a user's mistake, 4 if a node was lost.
+        The exit code: 0, 2 for a user's mistake, 3 for a memory budget that is exceeded, 4 if a node was lost.
     """
     command = tyro.cli(
-        Command, prog="eco-dist", description=__doc__.splitlines()[0], args=arguments, console_outputs=_is_first_rank()
+        Command, prog="eco-dist", description=__doc__.splitlines()[0], args=arguments, console_outputs=is_first_rank()
     )
     from eco_dist.training.heartbeat import LostNodeError
 
     try:
-        command.run()
+        return command.run() or 0
     except LostNodeError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"eco-dist: {error}", file=sys.stderr)
@@ -214,10 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError) as error:
         if not _is_users(error):
             raise
-        if _is_first_rank():
+        if is_first_rank():
             print(f"eco-dist: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
-    return 0
 
 
 def _is_users(error: Exception) -> bool:
@@ -232,12 +271,3 @@ def _is_users(error: Exception) -> bool:
         trace = trace.tb_next
     module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
     return str(module).split(".")[0] == OWN_PACKAGE
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=200)

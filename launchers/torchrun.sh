@@ -25,4 +25,6 @@ if [ "$dry_run" = 1 ]; then
     exit 0
 fi
 . launchers/environment.sh plot
+# A store of its own for every restart: ranks that share one with those before them may read dead ranks' addresses.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec "${command[@]}"

@@ -1,4 +1,9 @@
-"""The words of a memory report."""
+"""The words of a memory report.
+
+[Note: static and transient]
+*Static* bytes are resident between steps; they are counted exactly, tensor by tensor. *Transient* bytes come and go
+within a step; planned ones are a model, measured ones are what the tracker saw.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +16,40 @@ class Category(enum.Enum):
     CODES = "codes"
     SCALES = "scales"
     HIGH_PRECISION = "high-precision parameters"
+    WORKING = "working copy"
     MOMENTS = "moments"
     MOMENT_SCALES = "moment scales"
     RESIDUAL = "residual"
     MASTER = "master weights"
     COUNTERS = "step counters"
     PADDING = "padding"
+    OTHER_STATE = "other optimizer state"
     BUFFERS = "buffers"
+    FRAMEWORK = "framework buffers"
     GRADIENTS = "gradients"
+    UNSHARDED = "unsharded weights"
+    COMMUNICATION = "communication buffers"
+    ACTIVATIONS = "activations"
+    TEMPORARIES = "temporaries"
 
     @property
     def is_static(self) -> bool:
         """Whether these bytes are resident between steps."""
-        return self is not Category.GRADIENTS
+        return self not in _TRANSIENT
 
+
+_TRANSIENT = frozenset(
+    (
+        Category.GRADIENTS,
+        Category.UNSHARDED,
+        Category.COMMUNICATION,
+        Category.ACTIVATIONS,
+        Category.TEMPORARIES,
+    )
+)
+
+NOT_A_WEIGHTS = (Category.PADDING, Category.COUNTERS)
+"""Left out of "bytes of a quantized parameter": they do not grow with it."""
 
 STATE_CATEGORIES = {
     "step": Category.COUNTERS,
@@ -33,9 +58,11 @@ STATE_CATEGORIES = {
     "layout": Category.COUNTERS,
     "exp_avg": Category.MOMENTS,
     "exp_avg_sq": Category.MOMENTS,
+    "momentum_buffer": Category.MOMENTS,
+    "max_exp_avg_sq": Category.MOMENTS,
     "exp_avg_scale": Category.MOMENT_SCALES,
     "exp_avg_sq_scale": Category.MOMENT_SCALES,
     "residual": Category.RESIDUAL,
     "master": Category.MASTER,
 }
-"""Category of each key of the optimizer state."""
+"""Category of each key of the optimizer state; torch's own optimizers included, other keys are `OTHER_STATE`."""

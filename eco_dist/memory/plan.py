@@ -1,53 +1,34 @@
-"""Predicted memory: from a model's shapes and a recipe, before anything is converted. Works on the meta device.
+"""Predicted memory: from shapes, an engine and a mesh, before anything exists. Works on a laptop for any cluster.
 
-Every number is a formula per tensor and rank, read from the same layout functions that allocate: nothing here counts
-"bytes per parameter".
+Static bytes are exact: a formula per tensor and rank, read from the same layout functions that allocate. The timeline
+of a step is a model (`peak.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import re
 from collections.abc import Sequence
 
 from torch import nn
 
-from eco_dist.memory.categories import STATE_CATEGORIES, Category
-from eco_dist.memory.report import MemoryReport, RankMemory, TensorMemory, tensor_entries
-from eco_dist.numerics import Granularity, codes_scale_shape, codes_shape
-from eco_dist.optim.state import state_layout
-from eco_dist.recipe import Recipe, resolve_recipe
-from eco_dist.weights import DEFAULT_SKIP, Conversion, plan_conversion
+from eco_dist.memory.activations import Batch, TransformerShape
+from eco_dist.memory.baselines import Baseline, resolve
+from eco_dist.memory.categories import NOT_A_WEIGHTS, Category
+from eco_dist.memory.layouts import Entry, Layout, combine, layout_of
+from eco_dist.memory.mesh import Mesh
+from eco_dist.memory.peak import timeline
+from eco_dist.memory.report import Holding, MemoryReport, Moment, RankMemory, TensorMemory, tensor_entries
+from eco_dist.memory.tensors import ModelShape, module_shape
+from eco_dist.memory.versions import versions
+from eco_dist.recipe import Recipe
+from eco_dist.weights import DEFAULT_SKIP
 
-ENGINES = ("single", "fsdp2")
 OPTIMIZERS = ("adamw", "sgd")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How an engine cuts dimension 0 of every parameter.
-
-    Attributes:
-        shards: number of shards; FSDP2 gives each ceil(rows / shards) rows and the last ones what is left.
-        padded: whether short shards are stored in a tensor of full length.
-    """
-
-    shards: int = 1
-    padded: bool = False
-
-    def rows(self, total: int, shard: int) -> int:
-        """Rows of a shard."""
-        length = self.padded_rows(total)
-        return max(0, min(length, total - shard * length))
-
-    def padded_rows(self, total: int) -> int:
-        """Rows that a shard's storage has room for."""
-        return math.ceil(total / self.shards)
 
 
 def plan(
     model: nn.Module,
-    recipe: Recipe | str,
+    recipe: Recipe | Baseline | str,
     *,
     engine: str = "single",
     world_size: int = 1,
@@ -56,103 +37,142 @@ def plan(
     skip: Sequence[str] = DEFAULT_SKIP,
     also_skip: Sequence[str] = (),
     plain: str = "fp32",
+    transformer: TransformerShape | None = None,
+    batch: Batch | None = None,
 ) -> MemoryReport:
-    """Static memory of a model before it is converted, for every rank.
+    """Memory of a model before it is converted, for every rank.
 
     Args:
         model: the model as it is before `quantize_weights_`; the meta device will do.
-        recipe: a recipe or its name; `fp32-master` for ordinary AdamW.
-        engine: `single` or `fsdp2`.
+        recipe: a recipe or baseline, or its name; `fp32-master` for ordinary AdamW.
+        engine: one of `layouts.ENGINES`.
         world_size: number of ranks.
         shards: ranks that share one copy of the model (HSDP: fewer than `world_size`); default all.
         optimizer: `adamw` or `sgd`.
         skip: see `quantize_weights_`.
         also_skip: see `quantize_weights_`.
         plain: see `quantize_weights_`.
+        transformer: shape of its layers; None leaves activations out of the timeline.
+        batch: what a rank computes at a time; None leaves the timeline out.
 
     Raises:
-        ValueError: for an unknown engine or optimizer, or a world size the engine cannot have.
+        ValueError: for an unknown engine, recipe or optimizer, or a world size the engine cannot have.
     """
-    recipe = resolve_recipe(recipe)
-    _check(engine, world_size, shards, optimizer)
-    conversions = plan_conversion(model, recipe, skip=skip, also_skip=also_skip, plain=plain).conversions
-    trainable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    cut = Cut(shards=shards or world_size, padded=True) if engine == "fsdp2" else Cut()
-    buffers = [
-        entry
-        for name, buffer in model.named_buffers()
-        for entry in tensor_entries(name, [(Category.BUFFERS, buffer.numel() * buffer.element_size())])
-    ]
-    # Ranks with the same shard hold the same bytes: plan each shard once.
-    by_shard = [
-        _rank(shard, conversions, cut, trainable, buffers, second_moment=optimizer == "adamw")
-        for shard in range(cut.shards)
-    ]
-    ranks = tuple(dataclasses.replace(by_shard[rank % cut.shards], rank=rank) for rank in range(world_size))
-    parameters = sum(conversion.parameters for conversion in conversions)
-    return MemoryReport(source="planned", engine=engine, recipe=recipe.name, parameters=parameters, ranks=ranks)
+    shape = module_shape(model, resolve(recipe), skip=skip, also_skip=also_skip, plain=plain, transformer=transformer)
+    mesh = mesh_for(engine, world_size, shards=shards)
+    return plan_shape(shape, engine=engine, mesh=mesh, optimizer=optimizer, batch=batch)
 
 
-def _check(engine: str, world_size: int, shards: int | None, optimizer: str) -> None:
-    if engine not in ENGINES:
-        raise ValueError(f"expected engine to be one of {', '.join(ENGINES)}, got '{engine}'")
+def mesh_for(engine: str, world_size: int, *, shards: int | None = None, ep: int = 1) -> Mesh:
+    """The mesh of an engine.
+
+    Raises:
+        ValueError: for an unknown engine, or a world size it cannot have.
+    """
+    layout = layout_of(engine)
+    if world_size < 1 or (layout.one_rank and world_size != 1):
+        raise ValueError(f"expected world_size 1 for engine 'single' and at least 1 for others, got {world_size}")
+    if shards not in (None, world_size) and engine != "fsdp2":
+        raise ValueError(
+            f"expected engine 'fsdp2' for fewer shards than ranks (HSDP), got '{engine}' with {shards} shards"
+        )
+    return Mesh(world_size=world_size, shards=world_size if shards is None else shards, ep=ep)
+
+
+def plan_shape(
+    model: ModelShape,
+    *,
+    engine: str,
+    mesh: Mesh,
+    optimizer: str = "adamw",
+    batch: Batch | None = None,
+    in_backward: bool = False,
+    budget: int | None = None,
+) -> MemoryReport:
+    """Memory of a model that is known by its shapes.
+
+    Args:
+        model: shapes and storage.
+        engine: one of `layouts.ENGINES`.
+        mesh: ranks.
+        optimizer: `adamw` or `sgd`.
+        batch: what a rank computes at a time; None leaves the timeline out.
+        in_backward: whether weights are stepped in backward.
+        budget: bytes a device has.
+
+    Raises:
+        ValueError: for an unknown engine or optimizer, or experts that do not divide by the mesh's `ep`.
+    """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"expected optimizer to be one of {', '.join(OPTIMIZERS)}, got '{optimizer}'")
-    if world_size < 1 or (engine == "single" and world_size != 1):
-        raise ValueError(f"expected world_size 1 for engine 'single' and at least 1 for others, got {world_size}")
-    if shards is not None and (shards < 1 or world_size % shards):
-        raise ValueError(f"expected shards to divide the world size {world_size}, got {shards}")
-
-
-def _rank(
-    shard: int,
-    conversions: Sequence[Conversion],
-    cut: Cut,
-    trainable: set[str],
-    buffers: list[TensorMemory],
-    *,
-    second_moment: bool,
-) -> RankMemory:
-    tensors: list[TensorMemory] = []
-    quantized_bytes = quantized_parameters = 0
-    for conversion in conversions:
-        name, shape = conversion.names[0], conversion.shape
-        rows = cut.rows(shape[0], shard) if shape else 0
-        local = (rows, *shape[1:]) if shape else ()
-        held = _weight_bytes(local, conversion.recipe)
-        if conversion.names[0] in trainable:
-            held += _state_bytes(local, conversion.recipe, second_moment=second_moment)
-        if cut.padded and shape:
-            full = (cut.padded_rows(shape[0]), *shape[1:])
-            padding = sum(b for _, b in _weight_bytes(full, conversion.recipe)) - sum(
-                b for _, b in _weight_bytes(local, conversion.recipe)
-            )
-            held.append((Category.PADDING, padding))
-        if conversion.recipe is not None:
-            quantized_parameters += math.prod(local)
-            quantized_bytes += sum(b for kind, b in held if kind not in (Category.PADDING, Category.COUNTERS))
-        tensors += tensor_entries(name, held)
-    return RankMemory(
-        rank=shard,
-        tensors=(*tensors, *buffers),
-        quantized_bytes=quantized_bytes,
-        quantized_parameters=quantized_parameters,
+    layout = layout_of(engine)
+    replicated = [entry for b in model.buffers for entry in tensor_entries(b.name, [(Category.BUFFERS, b.bytes)])]
+    replicated += layout.replicated(model.tensors, mesh)
+    if model.folds_layers:
+        replicated = _folded(replicated)
+    moments = timeline(model, layout, mesh, batch, in_backward=in_backward) if batch is not None else ()
+    by_position: list[Holding] = []
+    for start, stop, entries in combine(layout.pools(model.tensors, mesh, optimizer == "adamw"), mesh.shards):
+        by_position += [_holding(entries, replicated, moments, fold=model.folds_layers)] * (stop - start)
+    return MemoryReport(
+        source="planned",
+        engine=engine,
+        recipe=model.recipe,
+        parameters=model.parameters,
+        ranks=tuple(RankMemory(rank=r, holding=by_position[r % mesh.shards]) for r in range(mesh.world_size)),
+        model=model.name,
+        mesh=str(mesh),
+        optimizer=optimizer,
+        versions=versions(),
+        assumptions=tuple(_assumptions(model, layout, mesh, batch, optimizer, in_backward=in_backward)),
+        budget=budget,
     )
 
 
-def _weight_bytes(shape: tuple[int, ...], recipe: Recipe | None) -> list[tuple[Category, int]]:
-    """Bytes of the weight itself: 4 a parameter in high precision; codes and scales otherwise."""
-    if recipe is None or recipe.format is None:
-        return [(Category.HIGH_PRECISION, 4 * math.prod(shape))]
-    codes = math.prod(codes_shape(shape, recipe.format)) * recipe.format.grid.storage_dtype.itemsize
-    scale_shape = codes_scale_shape(shape, recipe.format, recipe.granularity)
-    if recipe.granularity is Granularity.TENSOR:
-        scale_shape = (1,)  # every rank has the one scale, whatever rows it has
-    return [(Category.CODES, codes), (Category.SCALES, 4 * math.prod(scale_shape))]
+def _holding(
+    entries: Sequence[Entry], replicated: Sequence[TensorMemory], moments: tuple[Moment, ...], *, fold: bool
+) -> Holding:
+    quantized = [entry for entry in entries if entry.is_quantized]
+    own = [memory for entry in entries for memory in entry.memory]
+    return Holding(
+        tensors=(*(_folded(own) if fold else own), *replicated),
+        quantized_bytes=sum(m.bytes for entry in quantized for m in entry.memory if m.category not in NOT_A_WEIGHTS),
+        quantized_parameters=sum(entry.elements for entry in quantized),
+        timeline=moments,
+    )
 
 
-def _state_bytes(shape: tuple[int, ...], recipe: Recipe | None, *, second_moment: bool) -> list[tuple[Category, int]]:
+def _folded(tensors: Sequence[TensorMemory]) -> list[TensorMemory]:
+    """Layers that differ only in their number on one line."""
+    folded: dict[tuple[str, Category], tuple[int, int]] = {}
+    for tensor in tensors:
+        key = (re.sub(r"\.\d+\.", ".*.", tensor.name), tensor.category)
+        held, count = folded.get(key, (0, 0))
+        folded[key] = (held + tensor.bytes, count + tensor.count)
     return [
-        (STATE_CATEGORIES[key], math.prod(piece.shape) * piece.dtype.itemsize)
-        for key, piece in state_layout(shape, recipe, second_moment=second_moment).items()
+        TensorMemory(name=name, category=category, bytes=held, count=count)
+        for (name, category), (held, count) in folded.items()
     ]
+
+
+def _assumptions(
+    model: ModelShape, layout: Layout, mesh: Mesh, batch: Batch | None, optimizer: str, *, in_backward: bool
+) -> list[str]:
+    is_verified = layout.is_verified and mesh.ep == 1
+    verified = "verified against live ranks" if is_verified else "NOT yet verified against live ranks"
+    said = [f"static bytes: formula per tensor, optimizer {optimizer}, layout of engine '{layout.name}' {verified}"]
+    said.append("a CUDA context, the allocator's fragmentation and libraries' workspaces are not included")
+    if batch is None:
+        return [*said, "no batch given: transient bytes are not modelled"]
+    dtype = "bf16" if batch.compute_bytes == 2 else "fp32"
+    said.append(
+        f"transient bytes are a model: {batch.sequences} x {batch.length:,} tokens a rank and micro-batch, {dtype} "
+        f"compute, {'every block checkpointed' if batch.checkpoints else 'no activation checkpointing'}"
+    )
+    if in_backward:
+        said.append("weights are stepped in backward: no gradient outlives its block")
+    if model.transformer is None:
+        said.append("activations are not modelled: the layers of this model are not known")
+    elif any(model.transformer.is_routed(layer) for layer in range(model.transformer.layers)):
+        said.append("experts are assumed to receive equal numbers of tokens")
+    return said

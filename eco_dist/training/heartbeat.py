@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -105,10 +105,9 @@ class Heartbeat:
                 print(f"eco-dist: rank {self._rank} ends because its launcher has died", file=sys.stderr, flush=True)
                 os._exit(1)
             if self._beats:
-                try:
+                # If the store is gone the next collective will tell; the launcher is watched all the same.
+                with suppress(RuntimeError, dist.DistError):
                     self._store.add(_key(self._node), 1)
-                except (RuntimeError, dist.DistError):
-                    return  # the store is gone; the next collective will tell
 
 
 def _own_connection() -> Store:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from eco_dist.training.config import EngineConfig
 
@@ -116,12 +116,28 @@ def _device(engine: EngineConfig) -> torch.device:
     return device
 
 
+def _store_of_attempt(timeout: timedelta) -> PrefixStore | None:
+    """A place of its own for each restart of torchrun on one node; None leaves the meeting to torch.
+
+    torchrun keeps its store over restarts, and torch (2.13) expects a new one each time: restarted ranks may read the
+    addresses of those that died. The count of restarts tells attempts apart where there is one launcher; for several
+    nodes launchers/torchrun.sh asks torchrun for a new store.
+    """
+    environment = os.environ
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environment.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"attempt-{attempt}", TCPStore(host, port, is_master=False, timeout=timeout))
+
+
 def _join(engine: EngineConfig, device: torch.device, rank: int, world_size: int) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=engine.timeout_s)
     if "MASTER_ADDR" in os.environ:
         try:
-            dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world_size)
+            store = _store_of_attempt(timeout)
+            dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=world_size)
         except (dist.DistError, RuntimeError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
             raise ValueError(

@@ -1,0 +1,117 @@
+"""Plans held against live ranks: static bytes to the byte, the peak of a step within a tenth, and who is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eco_dist import ECOAdamW, measure, plan, shard_model
+from eco_dist.memory import Category, MasterCopyError, MemoryReport
+from eco_dist.memory.activations import Batch
+from eco_dist.memory.track import StepTracker
+from eco_dist.models import Llama, llama_config, next_token_loss
+from eco_dist.training.memory_report import transformer_shape
+from tests.distributed.models import build, train
+from tests.distributed.ranks import run_ranks
+
+PEAKS = {
+    "activations": ("tiny", 4, 64, "fp32"),
+    "weights": ("small", 1, 16, "bf16"),
+    "both": ("small", 2, 64, "fp32"),
+}
+VOCABULARY = 512
+
+
+class Tied(nn.Module):
+    """Embedding and head are one parameter, of prime sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(23, 37)
+        self.up = nn.Linear(37, 131)
+        self.down = nn.Linear(131, 37)
+        self.head = nn.Linear(37, 23, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.zeros(41))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.down(self.up(self.embed(tokens))))
+
+
+def by_tensor(report: MemoryReport, rank: int) -> dict[tuple[str, Category], int]:
+    return {(t.name, t.category): t.bytes for t in report.ranks[rank].tensors if t.category.is_static}
+
+
+def tied_weights(world: int) -> list[bool]:
+    torch.manual_seed(0)
+    model = Tied()
+    planned = plan(model, "fp8-8bit", engine="fsdp2", world_size=world)
+    shard_model(model, "fp8-8bit")
+    optimizer = ECOAdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, 1)
+    measured = measure(model, optimizer, check=False)
+    return [by_tensor(measured, rank) == by_tensor(planned, rank) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_tied_weights_and_buffers(world: int) -> None:
+    assert run_ranks(world, tied_weights, world) == [[True] * world] * world
+
+
+def peaks(recipe: str, preset: str, sequences: int, length: int, compute: str) -> tuple[int, float]:
+    config = llama_config(preset, vocabulary=VOCABULARY)
+    model = Llama(config)
+    batch = Batch(sequences=sequences, length=length, compute_bytes=2 if compute == "bf16" else 4)
+    options = {"engine": "fsdp2", "world_size": 2, "transformer": transformer_shape(config), "batch": batch}
+    planned = plan(model, recipe, **options)  # type: ignore[arg-type]
+    shard_model(model, recipe, compute_dtype=torch.bfloat16 if compute == "bf16" else torch.float32)
+    optimizer = ECOAdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        tokens = torch.randint(0, VOCABULARY, (sequences, length + 1))
+        loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:].contiguous())
+        loss.backward()
+        del loss
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    tracker = StepTracker(model, optimizer)
+    with tracker:
+        step()
+    measured = measure(model, optimizer, check=False, timeline=tracker.timeline)
+    worst, expected = measured.ranks[0], planned.ranks[0]
+    assert worst.peak_bytes is not None
+    assert expected.peak_bytes is not None
+    return measured.static_bytes(1) - planned.static_bytes(1), expected.peak_bytes / worst.peak_bytes
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp32-master"])
+@pytest.mark.parametrize("case", PEAKS)
+def test_the_modelled_peak_is_near_the_measured_one(case: str, recipe: str) -> None:
+    for difference, ratio in run_ranks(2, peaks, recipe, *PEAKS[case]):
+        assert difference == 0
+        assert ratio == pytest.approx(1, abs=0.1)
+
+
+def shadow_on_one_rank() -> str:
+    import torch.distributed as dist
+
+    model = build(width=41, hidden=139)
+    shard_model(model, "fp8")
+    optimizer = ECOAdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, 1)
+    if dist.get_rank() == 1:
+        model.__dict__["shadow"] = {"up": torch.zeros(139, 41)}  # a whole weight, where a rank owns a part
+    try:
+        measure(model, optimizer, strict=True)
+    except MasterCopyError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_master_copy_on_one_rank_is_refused_on_all() -> None:
+    sentences = run_ranks(2, shadow_on_one_rank)
+    assert sentences[0] == sentences[1]
+    assert "on rank 1 a float32 tensor of shape [139, 41] held by 'shadow' of" in sentences[0]
