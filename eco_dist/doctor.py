@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from eco_dist.moe import megablocks_import
 from eco_dist.optim.kernels import kernel_for
 from eco_dist.optim.kernels.build import supported_isas
 
@@ -46,6 +47,7 @@ def diagnose() -> list[tuple[str, str, str]]:
         found = importlib.util.find_spec(package) is not None
         version = importlib.metadata.version(package) if found else "not installed"
         rows.append((package, version, purpose if found else f"{purpose}: pip install 'eco-dist[{extra}]'"))
+    rows.append(("megablocks", megablocks_import.describe(), "moves and multiplies experts on CUDA"))
     return rows
 
 

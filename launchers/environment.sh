@@ -21,7 +21,7 @@ if [ "$(cat ".venv/installed-$1" 2>/dev/null)" != "$stamp" ]; then
     # DeepSpeed is to compile nothing while it is installed; its operations are built when they are used.
     DS_BUILD_OPS=0 pip install --quiet --constraint constraints.txt --editable ".[$1]"
     # megablocks asks for an older torch, and what it compiles is replaced by plain torch (docs/moe.md).
-    case ",$1," in *,dev,*) pip install --quiet --no-deps --constraint constraints.txt megablocks stanford-stk ;; esac
+    case ",$1," in *,dev,*) pip install --quiet --no-deps --no-build-isolation --constraint constraints.txt megablocks stanford-stk ;; esac
     echo "$stamp" >".venv/installed-$1"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -25,6 +25,8 @@ __all__ = ["Llama", "LlamaConfig", "next_token_loss"]
 
 INIT_STD = 0.02
 FFN_MULTIPLE = 256
+RESIDUAL_OUTPUTS = ("wo.weight", "w2.weight", "mlp.w2", "down_proj.weight")
+"""Ends of the names of matrices whose output is added to the residual stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,11 +173,15 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(self._block(layer) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         if not self.embed.weight.is_meta:
             self.init_weights(seed)
+
+    def _block(self, layer: int) -> nn.Module:
+        """The block of a layer; the sparse form has others."""
+        return Block(self.config)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids ``(B, T)`` int64 to logits ``(B, T, V)`` in the compute dtype."""
@@ -187,7 +193,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Draw all weights: normal with std 0.02; the residual outputs ``wo``, ``w2`` 0.02 / sqrt(2 layers); norms 1.
+        """Draw all weights: normal with std 0.02; residual outputs (``wo``, ``w2``, …) 0.02 / sqrt(2 layers); norms 1.
 
         The draws come from one CPU generator in parameter order whatever the device of the model, so every rank and
         device starts from the same weights for the same ``seed``. Call it before a weight is quantized or sharded.
@@ -198,7 +204,7 @@ class Llama(nn.Module):
             if parameter.ndim < 2:
                 parameter.fill_(1.0)
                 continue
-            std = residual_std if name.endswith(("wo.weight", "w2.weight")) else INIT_STD
+            std = residual_std if name.endswith(RESIDUAL_OUTPUTS) else INIT_STD
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu").normal_(
                 0.0, std, generator=generator
             )

@@ -13,13 +13,13 @@ import yaml
 from torch import nn
 
 from eco_dist.engines import fsdp2, single
-from eco_dist.memory import MemoryReport, plan
-from eco_dist.models import Llama, llama_config
+from eco_dist.memory import MemoryReport
+from eco_dist.models import build_transformer, model_config
 from eco_dist.optim import ECOSGD, ECOAdamW
 from eco_dist.recipe import Recipe
 from eco_dist.training.config import OptimizerConfig, RecipeConfig, TrainConfig
 from eco_dist.training.data import find_documents, split_documents
-from eco_dist.training.memory_report import batch_of, transformer_shape
+from eco_dist.training.memory_report import plan_run
 from eco_dist.training.metrics import METRICS_FILE
 from eco_dist.training.overrides import to_plain
 from eco_dist.training.plain_weights import load_plain_weights
@@ -128,30 +128,30 @@ def build_model(config: TrainConfig, recipe: Recipe, vocabulary: int, ranks: Ran
         ValueError: the weights of ``model.init_from`` do not fit, the recipe cannot hold a weight, or a node has too
             little memory.
     """
-    shape = llama_config(config.model.preset, vocabulary=vocabulary, activations=config.model.activations)
-    model = Llama(shape, seed=config.run.seed)
+    shape = model_config(
+        config.model.preset,
+        vocabulary=vocabulary,
+        activations=config.model.activations,
+        backend=config.model.experts,
+        wire=config.model.expert_wire,
+    )
+    model = build_transformer(shape, seed=config.run.seed)
     if config.model.init_from is not None:
         load_plain_weights(model, config.model.init_from)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    name = config.engine.name
-    planned, baseline = (
-        plan(
-            model,
-            stored,
-            engine=name,
-            world_size=ranks.world_size,
-            optimizer=config.optimizer.name,
-            transformer=transformer_shape(shape),
-            batch=batch_of(config, ranks.world_size),
-        )
-        for stored in (recipe, "fp32-master")
-    )
+    planned, baseline = (plan_run(model, stored, config, shape, ranks.world_size) for stored in (recipe, "fp32-master"))
     check_memory(ranks, planned)
     model.to(ranks.device)
-    if name == "fsdp2":
-        conversion = fsdp2.shard_model(model, recipe, compute_dtype=COMPUTE_DTYPES[config.engine.compute])
+    if config.engine.name == "fsdp2":
+        conversion = fsdp2.shard_model(
+            model,
+            recipe,
+            compute_dtype=COMPUTE_DTYPES[config.engine.compute],
+            also_skip=config.model.keep,
+            expert_parallel=config.engine.expert_parallel,
+        )
     else:
-        conversion = single.prepare(model, recipe)
+        conversion = single.prepare(model, recipe, also_skip=config.model.keep)
     return BuiltModel(
         model=model,
         conversion=conversion,

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from eco_dist.models import SPARSE_PRESETS
+
 __all__ = [
     "HEADLINE",
     "DataConfig",
@@ -38,14 +40,24 @@ class ModelConfig:
     """What is trained.
 
     Args:
-        preset: a name of `eco_dist.models.PRESETS`.
+        preset: a name of `eco_dist.models.PRESETS` or `SPARSE_PRESETS`.
         activations: ``fp8`` rounds the input of each block linear to E4M3 (paper §2).
+        keep: name patterns of weights to keep in fp32 besides embedding, head, norms and routers, such as
+            ``*attention*`` for the paper's SMoE, of which experts alone are quantized.
+        balance_loss, z_loss: weights of the routers' losses, for a model with experts.
+        experts: who multiplies them (`eco_dist.moe.MoEConfig.backend`).
+        expert_wire: how tokens travel to experts on other ranks: ``full``, or ``fp8`` for about half the bytes of bf16.
         init_from: a safetensors file of plain fp32/bf16 weights to start from, such as an earlier run's
             ``weights.safetensors``; None draws them from ``run.seed``.
     """
 
     preset: str = "tiny"
     activations: Literal["none", "fp8"] = "none"
+    keep: tuple[str, ...] = ()
+    balance_loss: Annotated[float, Field(ge=0.0)] = 0.01
+    z_loss: Annotated[float, Field(ge=0.0)] = 0.001
+    experts: Literal["auto", "native", "megablocks"] = "auto"
+    expert_wire: Literal["full", "fp8"] = "full"
     init_from: Path | None = None
 
 
@@ -178,6 +190,7 @@ class EngineConfig:
     Args:
         name: ``single`` (one process) or ``fsdp2`` (PyTorch's ``fully_shard``, under torchrun).
         ranks: the world size the run is meant for; None takes the world it finds.
+        expert_parallel: ranks that share one set of experts; a divisor of the world size.
         compute: dtype of the forward and backward pass.
         device: ``auto`` takes CUDA where there is one.
         timeout_s: seconds a collective may wait for a rank before the run fails.
@@ -185,6 +198,7 @@ class EngineConfig:
 
     name: Literal["single", "fsdp2"] = "single"
     ranks: Positive | None = None
+    expert_parallel: Positive = 1
     compute: Literal["fp32", "bf16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: Positive = 600
@@ -201,6 +215,20 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    @model_validator(mode="after")
+    def _experts_are_there(self) -> TrainConfig:
+        parallel = self.engine.expert_parallel
+        if parallel > 1 and self.model.preset not in SPARSE_PRESETS:
+            raise ValueError(
+                f"expected a preset with experts for engine.expert_parallel={parallel}, got {self.model.preset!r}; "
+                f"choose one of {', '.join(SPARSE_PRESETS)}"
+            )
+        if parallel > 1 and self.engine.name == "single":
+            raise ValueError(
+                f"expected engine.expert_parallel=1 for engine.name=single, got {parallel}; set engine.name=fsdp2"
+            )
+        return self
 
     @model_validator(mode="after")
     def _batch_splits(self) -> TrainConfig:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from eco_dist.models import next_token_loss
+from eco_dist.models import logits_of, next_token_loss
 from eco_dist.training.ranks import Ranks
 from eco_dist.training.tokens import TokenFile
 
@@ -62,7 +62,7 @@ class Evaluator:
         for windows, counts in zip(self._windows, self._counts, strict=True):
             inputs, targets = (part.to(self._ranks.device) for part in self._tokens.batch(windows))
             with self._compute():
-                logits = model(inputs)
+                logits = logits_of(model(inputs))
             kept = torch.from_numpy(counts).to(self._ranks.device)
             if counts.any():
                 total += float(next_token_loss(logits[kept], targets[kept])) * float(counts.sum())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eco_dist.checkpoint import faults
 from eco_dist.memory import WireMeter
-from eco_dist.models import llama_config, next_token_loss
+from eco_dist.models import model_config
 from eco_dist.recipe import Recipe
 from eco_dist.training.build import (
     COMPUTE_DTYPES,
@@ -35,10 +35,11 @@ from eco_dist.training.heartbeat import naming_lost_nodes
 from eco_dist.training.memory_report import RunMemory
 from eco_dist.training.metrics import MetricsWriter, StepMetrics, read_metrics
 from eco_dist.training.plain_weights import save_plain_weights
-from eco_dist.training.plot import plot_losses
+from eco_dist.training.plot import plot_expert_load, plot_losses
 from eco_dist.training.preflight import check_nodes, facts_of
 from eco_dist.training.ranks import Ranks, open_ranks
 from eco_dist.training.resume import RunCheckpoints
+from eco_dist.training.routing import RunRouting
 from eco_dist.training.sampler import WindowSampler
 from eco_dist.training.schedule import warmup_cosine
 from eco_dist.training.summary import Summary
@@ -63,7 +64,7 @@ def train(config: TrainConfig, *, memory_report: Path | None = None) -> Summary:
         FileNotFoundError: a file it names is missing.
     """
     recipe = build_recipe(config.recipe)
-    llama_config(config.model.preset, vocabulary=1)  # an unknown preset fails here, before anything is written
+    model_config(config.model.preset, vocabulary=1)  # an unknown preset fails here, before anything is written
     with open_ranks(config.engine) as ranks:
         _check_batch(config, ranks)
         everyone = check_nodes(ranks, facts_of(config))
@@ -130,6 +131,7 @@ class Trainer:
         self.checkpoints = RunCheckpoints(config.run, ranks, self.model, self.optimizer, self.scheduler, self.sampler)
         self.done = self.checkpoints.resume()
         self.window = LogWindow(ranks)
+        self.routing = RunRouting(config.model, ranks)
         self.memory = RunMemory(self.model, self.optimizer, built.planned, built.baseline, memory_report)
         self.wire_bytes: list[dict[str, int]] = []
         self.last: StepMetrics | None = None
@@ -214,10 +216,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         for inputs, targets in self._micro_batches():
             with self.compute_context():
-                loss = next_token_loss(self.model(inputs), targets)
-            loss = loss / self.config.run.accumulate
-            loss.backward()
-            self.window.add(loss.detach(), targets.numel())
+                loss, total = self.routing.losses(self.model(inputs), targets)
+            (total / self.config.run.accumulate).backward()
+            self.window.add(loss.detach() / self.config.run.accumulate, targets.numel())
         self.optimizer.step()
         self.window.steps += 1
         norm = self.optimizer.grad_norm
@@ -242,6 +243,7 @@ class Trainer:
             rms_quantization_error=rms_error,
             moved_share=moved_share,
             skipped_steps=self.optimizer.skipped_steps,
+            **self.routing.close(),
         )
         self.window.open()
         self.display.show(self.last)
@@ -288,6 +290,8 @@ class Trainer:
             return
         try:
             title = f"{self.config.model.preset}, recipe {self.recipe.name}"
-            plot_losses({self.recipe.name: read_metrics(directory)}, directory / "loss.png", title=title)
+            lines = read_metrics(directory)
+            plot_losses({self.recipe.name: lines}, directory / "loss.png", title=title)
+            plot_expert_load(lines, directory / "expert_load.png", title=title)
         except ValueError as error:  # a finished run is not lost for want of a picture
             self.display.print(f"no plot: {error}")

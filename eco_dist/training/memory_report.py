@@ -12,14 +12,22 @@ from torch.optim import Optimizer
 
 from eco_dist.memory import MemoryReport, compare_table, measure
 from eco_dist.memory.activations import Batch, TransformerShape
+from eco_dist.memory.baselines import resolve
+from eco_dist.memory.plan import mesh_for, plan_shape
 from eco_dist.memory.render import Page, write_reports
+from eco_dist.memory.tensors import module_shape
 from eco_dist.memory.track import StepTracker
-from eco_dist.models import LlamaConfig
+from eco_dist.models import LlamaConfig, SMoEConfig
+from eco_dist.recipe import Recipe
 from eco_dist.training.config import TrainConfig
 from eco_dist.training.display import Display
 from eco_dist.training.ranks import Ranks
+from eco_dist.weights import DEFAULT_SKIP
 
-__all__ = ["RunMemory", "batch_of", "transformer_shape"]
+__all__ = ["RunMemory", "batch_of", "plan_run", "transformer_shape"]
+
+EXPERTS = ".experts.mlp."
+"""In the names of the weights that expert parallelism deals out."""
 
 TRACKED_STEP = 3
 """The first step sets an engine up and the second runs under the wire meter."""
@@ -51,8 +59,12 @@ class RunMemory:
         return self._tracker
 
     def measure(self, directory: Path, display: Display, ranks: Ranks) -> None:
-        """Measure, print planned beside measured, and write ``memory.json``; collective."""
-        self.measured = measure(self._model, self._optimizer)
+        """Measure, print planned beside measured, and write ``memory.json``; collective.
+
+        Raises:
+            MasterCopyError: if a full report is wanted and a master copy survives the step.
+        """
+        self.measured = measure(self._model, self._optimizer, strict=self._out is not None)
         display.print(compare_table(self._planned, self.measured, self._baseline))
         if ranks.is_first:
             reports = {"planned": self._planned, "measured": self.measured, "baseline": self._baseline}
@@ -76,7 +88,15 @@ class RunMemory:
 
 
 def transformer_shape(config: LlamaConfig) -> TransformerShape:
-    """The sizes that a Llama's activations follow from."""
+    """The sizes that a Llama's activations follow from, with or without experts."""
+    sparse: dict[str, int] = {}
+    if isinstance(config, SMoEConfig):
+        sparse = {
+            "expert_hidden": config.moe.hidden,
+            "active": config.moe.top_k,
+            "shared_hidden": config.moe.shared_hidden,
+            "dense_layers": config.dense_layers,
+        }
     return TransformerShape(
         layers=config.layers,
         width=config.width,
@@ -87,6 +107,36 @@ def transformer_shape(config: LlamaConfig) -> TransformerShape:
         value=config.width,
         out=config.width,
         hidden=config.hidden,
+        **sparse,
+    )
+
+
+def plan_run(
+    model: nn.Module, recipe: Recipe | str, config: TrainConfig, shape: LlamaConfig, world_size: int
+) -> MemoryReport:
+    """What a run's ranks will hold.
+
+    Args:
+        model: as drawn, before it is converted.
+        recipe: of the run, or what it is compared with.
+        config: of the run.
+        shape: of the model.
+        world_size: number of ranks.
+    """
+    whole = module_shape(
+        model,
+        resolve(recipe),
+        skip=DEFAULT_SKIP,
+        also_skip=config.model.keep,
+        transformer=transformer_shape(shape),
+    )
+    tensors = tuple(dataclasses.replace(tensor, is_expert=EXPERTS in tensor.name) for tensor in whole.tensors)
+    return plan_shape(
+        dataclasses.replace(whole, tensors=tensors),
+        engine=config.engine.name,
+        mesh=mesh_for(config.engine.name, world_size, ep=config.engine.expert_parallel),
+        optimizer=config.optimizer.name,
+        batch=batch_of(config, world_size),
     )
 
 

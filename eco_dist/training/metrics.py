@@ -5,6 +5,9 @@ Note: the fields of a line
     between validations), ``lr`` (of this step), ``tokens_per_second`` (all ranks, since the last line), ``grad_norm``
     (before clipping), ``rms_quantization_error`` (sqrt(sum e^2 / sum weight^2), null for a recipe without codes),
     ``moved_share`` (share of the stored weights this step changed, null likewise), ``skipped_steps`` (so far).
+    Of a model with experts also, since the last line: ``expert_load`` (layer by layer, the share of each expert; no
+    token is dropped), ``load_evenness`` (entropy of that share over log E, mean of the layers, 1 when even),
+    ``router_entropy`` (of a token's scores, in nats, mean).
     A value that is not finite is written as null.
 """
 
@@ -36,6 +39,9 @@ class StepMetrics:
     rms_quantization_error: float | None
     moved_share: float | None
     skipped_steps: int
+    expert_load: list[list[float]] | None = None
+    load_evenness: float | None = None
+    router_entropy: float | None = None
 
 
 class MetricsWriter:
@@ -74,7 +80,7 @@ class MetricsWriter:
         self._file.flush()
         if self._events is not None:
             for name, value in values.items():
-                if value is not None and name != "step":
+                if isinstance(value, int | float) and name != "step":
                     self._events.add_scalar(name, value, metrics.step)
 
 

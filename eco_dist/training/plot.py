@@ -8,7 +8,7 @@ from typing import Any
 
 from eco_dist.training.metrics import series
 
-__all__ = ["MARKERS", "PALETTE", "canvas", "plot_losses", "smooth"]
+__all__ = ["MARKERS", "PALETTE", "canvas", "plot_expert_load", "plot_losses", "smooth"]
 
 # Okabe and Ito: eight colours that stay apart for every common kind of colour blindness; black and yellow left out,
 # black because it is the text's, yellow because it vanishes on white.
@@ -75,6 +75,38 @@ def canvas() -> tuple[Any, Any]:
     axes.grid(True, color="#dddddd", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def plot_expert_load(lines: Sequence[dict[str, Any]], file: Path, *, title: str) -> None:
+    """Draw how busy each expert was over the steps, a map a layer; nothing for a run without experts.
+
+    Args:
+        lines: of a run's ``metrics.jsonl``.
+        file: the PNG to write.
+        title: above the plot.
+
+    Raises:
+        ValueError: matplotlib is missing.
+    """
+    kept = [line for line in lines if line.get("expert_load") is not None]
+    if not kept:
+        return
+    layers, experts = len(kept[0]["expert_load"]), len(kept[0]["expert_load"][0])
+    figure, first = canvas()
+    first.remove()
+    figure.set_size_inches(8.0, 1.2 + 1.6 * layers)
+    panels = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
+    steps = [line["step"] for line in kept]
+    for layer, axes in enumerate(panels):
+        # in units of an even share: 1 is balanced, 0 is idle
+        load = [[line["expert_load"][layer][expert] * experts for line in kept] for expert in range(experts)]
+        image = axes.pcolormesh(steps, range(experts), load, cmap="cividis", vmin=0.0, vmax=2.0, shading="nearest")
+        axes.set_ylabel(f"layer {layer}\nexpert")
+        axes.yaxis.get_major_locator().set_params(integer=True)
+    panels[-1].set_xlabel("optimizer step")
+    figure.colorbar(image, ax=list(panels), label="tokens, 1 = an even share", extend="max")
+    figure.suptitle(f"Expert load: {title}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.savefig(file, dpi=150)
 
 
 def _draw(axes: Any, label: str, lines: Sequence[dict[str, Any]], color: str, marker: str) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from eco_dist.recipe import Recipe, resolve_recipe
+from eco_dist.numerics import Granularity
+from eco_dist.recipe import Idle, Injection, Recipe, resolve_recipe
 from eco_dist.weights.tensor import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 DEFAULT_SKIP = ("*embed*", "*wte*", "*wpe*", "*head*", "output.weight", "*norm*", "*router*", "*.gate.weight")
 """Name patterns that stay in high precision, as in the paper: embeddings, output heads, norms, and routers of experts.
 Vectors, `nn.Embedding` weights and what `get_output_embeddings()` returns stay so whatever their name."""
+
+EXPERTS = "*experts.*"
+"""Names of experts' weights: by default their scale groups without gradient are left alone (docs/moe.md)."""
 
 _CONVERTIBLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -98,6 +102,7 @@ def quantize_weights_(
     skip: Sequence[str] = DEFAULT_SKIP,
     also_skip: Sequence[str] = (),
     plain: str = "fp32",
+    skip_idle_experts: bool = True,
 ) -> ConversionReport:
     """Replace a model's weights by quantized ones, in place; everything else becomes fp32.
 
@@ -110,6 +115,8 @@ def quantize_weights_(
         skip: shell-style patterns of parameter names to keep in high precision.
         also_skip: patterns in addition to `skip`.
         plain: storage of the skipped matrices (embeddings, heads): `fp32`, or `bf16` (codes of recipe `bf16`).
+        skip_idle_experts: give experts (`EXPERTS`) the recipe with `idle` `skip`. Recipes with the injection of the
+            paper or one scale a tensor stay as they are.
 
     Returns:
         What was converted, what was not, and why.
@@ -119,7 +126,9 @@ def quantize_weights_(
         ValueError: if a weight is already sharded or holds NaN or infinity, or `plain` is neither choice. The model is
             then unchanged.
     """
-    report = plan_conversion(model, recipe, skip=skip, also_skip=also_skip, plain=plain)
+    report = plan_conversion(
+        model, recipe, skip=skip, also_skip=also_skip, plain=plain, skip_idle_experts=skip_idle_experts
+    )
     parameters = [parameter for _, parameter in _named_once(model)]
     for conversion, parameter in zip(report.conversions, parameters, strict=True):
         if conversion.recipe is not None and not isinstance(parameter, QuantizedWeight):
@@ -139,6 +148,7 @@ def plan_conversion(
     skip: Sequence[str] = DEFAULT_SKIP,
     also_skip: Sequence[str] = (),
     plain: str = "fp32",
+    skip_idle_experts: bool = True,
 ) -> ConversionReport:
     """What `quantize_weights_` would do with the same arguments; the model is not changed.
 
@@ -149,7 +159,8 @@ def plan_conversion(
     if plain not in ("fp32", "bf16"):
         raise ValueError(f"expected plain to be 'fp32' or 'bf16', got {plain!r}")
     patterns = (*skip, *also_skip)
-    conversions = [_decide(model, names, p, recipe, patterns, plain) for names, p in _named_once(model)]
+    experts = _for_experts(recipe) if skip_idle_experts else recipe
+    conversions = [_decide(model, names, p, (recipe, experts), patterns, plain) for names, p in _named_once(model)]
     return ConversionReport(recipe=recipe, conversions=tuple(conversions))
 
 
@@ -178,10 +189,12 @@ def _decide(
     model: nn.Module,
     names: tuple[str, ...],
     parameter: nn.Parameter,
-    recipe: Recipe,
+    recipes: tuple[Recipe, Recipe],
     patterns: Sequence[str],
     plain: str,
 ) -> Conversion:
+    """What becomes of a parameter; `recipes` are those of ordinary weights and of experts."""
+    recipe = recipes[any(fnmatch.fnmatchcase(name, EXPERTS) for name in names)]
     if isinstance(parameter, DTensor):
         raise ValueError(f"expected a model that is not sharded yet, got the DTensor '{names[0]}'; quantize first")
     shape = tuple(parameter.shape)
@@ -195,6 +208,13 @@ def _decide(
     if plain == "bf16" and parameter.ndim >= 2:
         return Conversion(names=names, shape=shape, recipe=Recipe.from_name("bf16"), reason=reason)
     return Conversion(names=names, shape=shape, recipe=None, reason=reason)
+
+
+def _for_experts(recipe: Recipe) -> Recipe:
+    """The recipe with idle scale groups left alone, where that is possible and not against the paper's letter."""
+    if not recipe.quantizes or recipe.granularity is Granularity.TENSOR or recipe.injection is Injection.PAPER:
+        return recipe
+    return recipe.replace(idle=Idle.SKIP)
 
 
 def _reason_to_skip(

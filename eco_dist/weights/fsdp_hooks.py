@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.tensor import DTensor
 
 from eco_dist.numerics import Granularity, decode
 
@@ -60,9 +61,11 @@ class FSDPHooks:
             buffer.untyped_storage().resize_(0)
         if out is None:
             return values, (values,)
-        # FSDP2 reuses the unsharded parameter that autograd may have saved: same version, new contents.
-        with torch.no_grad(), _unsafe_preserve_version_counter(out):
-            out.copy_(values)
+        # FSDP2 reuses the unsharded parameter that autograd may have saved: same version, new contents. With expert
+        # parallelism that parameter is a DTensor, whose local part these values are.
+        target = out._local_tensor if isinstance(out, DTensor) else out
+        with torch.no_grad(), _unsafe_preserve_version_counter(target):
+            target.copy_(values)
         return None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eco_dist.models import llama_config
+from eco_dist.models import model_config
 from eco_dist.recipe import RECIPES
 from eco_dist.training.build import build_recipe
 from eco_dist.training.config import RecipeConfig, TrainConfig
@@ -111,7 +111,7 @@ def test_an_impossible_recipe_is_refused(changes: dict[str, str]) -> None:
 def test_shipped_configurations_load(file: Path) -> None:
     config = load_config(file)
     build_recipe(config.recipe)
-    shape = llama_config(config.model.preset, vocabulary=256)
+    shape = model_config(config.model.preset, vocabulary=256)
     if file.stem.startswith("paper-"):
         tokens = config.run.steps * config.data.batch * config.data.seq_len
         assert 0 <= tokens - 100 * shape.block_parameters < config.data.batch * config.data.seq_len
