@@ -1,16 +1,23 @@
 """DeepSpeed engines on test ranks: what its launcher and a user's script would set up."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.distributed import ranks
 from tests.distributed.models import batch, loss_of
 
 ODD = {"width": 37, "hidden": 131}
 EVEN = {"width": 128, "hidden": 384}
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """As `ranks.run_ranks`, on workers that only see DeepSpeed: it patches torch modules and functions for good."""
+    return ranks.run_ranks(world, function, *args, pool="deepspeed")
 
 
 _prepared: list[dist.ProcessGroup] = []

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.distributed.deepspeed_ranks import ODD, config, contents, engine_of, prepare_rank, train
+from tests.distributed.deepspeed_ranks import ODD, config, contents, engine_of, prepare_rank, run_ranks, train
 from tests.distributed.models import batch, build, loss_of
-from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("deepspeed")
 

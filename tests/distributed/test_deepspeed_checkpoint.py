@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.deepspeed_ranks import EVEN, ODD, config, contents, engine_of, masters_config, train
+from tests.distributed.deepspeed_ranks import EVEN, ODD, config, contents, engine_of, masters_config, run_ranks, train
 from tests.distributed.models import build
-from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("deepspeed")
 

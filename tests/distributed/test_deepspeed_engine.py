@@ -15,11 +15,11 @@ from tests.distributed.deepspeed_ranks import (
     contents,
     engine_of,
     masters_config,
+    run_ranks,
     train,
     train_probes,
 )
 from tests.distributed.models import batch, build, loss_of
-from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("deepspeed")
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from eco_dist import ECOAdamW, Recipe, quantize_weights_
 from eco_dist.weights import QuantizedWeight
-from tests.distributed.deepspeed_ranks import Probes, config, contents, engine_of, train_probes
-from tests.distributed.ranks import run_ranks
+from tests.distributed.deepspeed_ranks import Probes, config, contents, engine_of, run_ranks, train_probes
 
 pytest.importorskip("deepspeed")
 

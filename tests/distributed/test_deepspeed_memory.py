@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from eco_dist.memory.wire import WireMeter
-from tests.distributed.deepspeed_ranks import Probes, config, engine_of, masters_config, train, train_probes
+from tests.distributed.deepspeed_ranks import Probes, config, engine_of, masters_config, run_ranks, train, train_probes
 from tests.distributed.models import build
-from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("deepspeed")
 

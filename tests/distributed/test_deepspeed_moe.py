@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.deepspeed_ranks import config, contents, engine_of, prepare_rank, train
+from tests.distributed.deepspeed_ranks import config, contents, engine_of, prepare_rank, run_ranks, train
 from tests.distributed.models import Block
-from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("deepspeed")
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from eco_dist import ECOSGD, ECOAdamW, quantize_weights_
-from tests.distributed.deepspeed_ranks import ODD, config, engine_of, masters_config, train
+from tests.distributed.deepspeed_ranks import ODD, config, engine_of, masters_config, run_ranks, train
 from tests.distributed.models import build
-from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("deepspeed")
 

@@ -18,7 +18,7 @@ from eco_dist.optim.kernels.triton.kind import LaunchShape
 from eco_dist.optim.rules import Rule
 from eco_dist.optim.step import StepStats
 from eco_dist.recipe import RECIPES, Compensation, Idle, Injection, Recipe, ResidualFormat
-from tests.unit.test_kernels_cpu import (
+from tests.unit.kernel_cases import (
     REFERENCE,
     assert_equal_steps,
     grid_of,

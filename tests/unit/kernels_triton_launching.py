@@ -15,9 +15,9 @@ from eco_dist.optim.rules import Hyper, Rule
 from eco_dist.optim.state import allocate_state
 from eco_dist.optim.step import PlainTask
 from eco_dist.recipe import RECIPES
-from tests.unit.test_kernels_cpu import (
+from tests.unit.kernel_cases import (
     REFERENCE,
-    LargestResult,
+    LargestAllocation,
     shard_of,
     take,
     task_of,
@@ -120,10 +120,10 @@ def test_a_step_allocates_nothing_of_a_parameters_size(kernel: TritonKernel, nam
     shard = shard_of(RECIPES[name], (24, 256), Rule.ADAMW, seed=0)  # more than the dynamic maps
     for backend, allocates in ((kernel, False), (REFERENCE, True)):
         task = task_of(shard, Rule.ADAMW, 1)
-        with LargestResult() as largest:
+        with LargestAllocation() as largest:
             backend.is_steppable(task.grad)
         assert (largest.elements >= task.grad.numel()) == allocates
-        with LargestResult() as largest:
+        with LargestAllocation() as largest:
             take(backend, [task])
         assert (largest.elements >= task.grad.numel()) == allocates
 

@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from eco_dist import ECOAdamW, quantize_weights_
 from eco_dist.optim.kernels import chunked
@@ -13,8 +11,7 @@ from eco_dist.optim.kernels.chunked import ChunkedKernel
 from eco_dist.optim.rules import Rule
 from eco_dist.optim.step import StepStats
 from eco_dist.recipe import RECIPES
-from tests.unit.test_kernels_cpu import REFERENCE as REFERENCE_KERNEL
-from tests.unit.test_kernels_cpu import shard_of, take, task_of, tensors_of
+from tests.unit.kernel_cases import REFERENCE, LargestAllocation, shard_of, take, task_of, tensors_of
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -25,25 +22,11 @@ def test_chunks_are_bit_equal(name: str, rule: Rule, monkeypatch: pytest.MonkeyP
     others = copy.deepcopy(shards)
     expected, got = StepStats(), StepStats()
     for step in (1, 2, 3):
-        take(REFERENCE_KERNEL, [task_of(shard, rule, step) for shard in shards], expected)
+        take(REFERENCE, [task_of(shard, rule, step) for shard in shards], expected)
         take(ChunkedKernel(), [task_of(shard, rule, step) for shard in others], got)
     for left, right in zip(shards, others, strict=True):
         assert all(torch.equal(value, tensors_of(right)[key]) for key, value in tensors_of(left).items())
     assert (got.moved, got.elements) == (expected.moved, expected.elements)
-
-
-class LargestAllocation(TorchDispatchMode):
-    """Elements of the largest tensor an operation returned that is no view of what it was given."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in given:
-                self.elements = max(self.elements, leaf.numel())
-        return result
 
 
 @pytest.mark.parametrize("name", ["fp8-8bit", "int4"])

@@ -16,7 +16,7 @@ from eco_dist.optim.kernels.build import BuildError
 from eco_dist.optim.kernels.triton import load
 from eco_dist.optim.rules import Rule
 from eco_dist.recipe import RECIPES
-from tests.unit.test_kernels_cpu import shard_of, task_of
+from tests.unit.kernel_cases import shard_of, task_of
 
 pytest.importorskip("triton", reason="triton is Linux-only")
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-// What Python hands over: mirrored by ctypes structures in eco_dist/optim/kernels/cpu.py.
+// What Python hands over: mirrored by ctypes structures in eco_dist/optim/kernels/cpu_abi.py.
 #pragma once
 #include <cstdint>
 
