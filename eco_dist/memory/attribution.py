@@ -138,9 +138,9 @@ def _live_tensors() -> Iterable[Tensor]:
             # By type: isinstance would ask proxies and deprecated objects for their class.
             if not issubclass(type(candidate), Tensor) or is_traceable_wrapper_subclass(candidate) or candidate.is_meta:
                 continue
-            candidate.untyped_storage()
+            candidate.untyped_storage().data_ptr()
         except (ReferenceError, RuntimeError, NotImplementedError):
-            continue  # a dead proxy, or a tensor without storage
+            continue  # a dead proxy, or a tensor without storage, as compilers keep them
         yield candidate
 
 

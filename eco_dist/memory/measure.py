@@ -35,20 +35,20 @@ def measure(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    check: bool = True,
+    check: bool = False,
     strict: bool = False,
     timeline: tuple[Moment, ...] = (),
 ) -> MemoryReport:
     """What every rank holds between steps. Collective: all ranks must call it.
 
     Storages are counted once, however many tensors share them; what a storage has beyond the tensor in it is padding.
-    FSDP2 modules that are still unsharded after a forward are resharded first. Live tensors that belong to nothing the
-    walk found are listed in the report.
+    FSDP2 modules that are still unsharded after a forward are resharded first.
 
     Args:
         model: any model, sharded or not.
         optimizer: its optimizer, after a step if its state is to be counted.
-        check: whether to look for tensors the walk does not explain; walks all live objects of the process.
+        check: whether to list live tensors that belong to nothing the walk found; walks all objects of the process,
+            which takes seconds in a large one.
         strict: whether a master copy among them is an error; for a process that holds this model and no other.
         timeline: transient bytes of a step as `track` measured them, for the report.
 

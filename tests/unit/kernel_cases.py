@@ -1,5 +1,6 @@
 """Shards, tasks and recipes that every kernel is held to the reference with."""
 
+import copy
 import itertools
 
 import torch
@@ -82,6 +83,18 @@ def tensors_of(shard: Shard) -> dict[str, Tensor]:
 def take(kernel: Kernel, tasks: list[Task], stats: StepStats | None = None) -> None:
     kernel.measure([task for task in tasks if task.shard.recipe.granularity is Granularity.TENSOR])
     kernel.step(tasks, seed=0x1234567890ABCDEF, stats=stats)
+
+
+def assert_equal_steps(
+    kernel: Kernel, shards: list[Shard], rule: Rule, dtype: torch.dtype = torch.float32, steps: int = 3
+) -> None:
+    others = copy.deepcopy(shards)
+    for step in range(1, steps + 1):
+        take(REFERENCE, [task_of(shard, rule, step, dtype) for shard in shards])
+        take(kernel, [task_of(shard, rule, step, dtype) for shard in others])
+        for expected, got in zip(shards, others, strict=True):
+            for key, tensor in tensors_of(expected).items():
+                assert torch.equal(tensor, tensors_of(got)[key]), (expected.recipe.name, expected.shape, step, key)
 
 
 class LargestAllocation(TorchDispatchMode):

@@ -13,7 +13,6 @@ from eco_dist.numerics import Granularity
 from eco_dist.optim.kernels.build import ISA_FLAGS, supported_isas
 from eco_dist.optim.kernels.cpu import CpuKernel
 from eco_dist.optim.rules import Hyper, Rule
-from eco_dist.optim.shard import Shard
 from eco_dist.optim.state import allocate_state
 from eco_dist.optim.step import PlainTask, StepStats
 from eco_dist.recipe import RECIPES, Recipe
@@ -21,6 +20,7 @@ from tests.unit.kernel_cases import (
     REFERENCE,
     SHAPES,
     LargestAllocation,
+    assert_equal_steps,
     every_recipe,
     shard_of,
     take,
@@ -35,18 +35,6 @@ BUILDS = [isa for isa in ISA_FLAGS if isa in supported_isas()]
 @pytest.fixture(scope="module", params=BUILDS)
 def kernel(request: pytest.FixtureRequest) -> CpuKernel:
     return CpuKernel(request.param)
-
-
-def assert_equal_steps(
-    kernel: CpuKernel, shards: list[Shard], rule: Rule, dtype: torch.dtype = torch.float32, steps: int = 3
-) -> None:
-    others = copy.deepcopy(shards)
-    for step in range(1, steps + 1):
-        take(REFERENCE, [task_of(shard, rule, step, dtype) for shard in shards])
-        take(kernel, [task_of(shard, rule, step, dtype) for shard in others])
-        for expected, got in zip(shards, others, strict=True):
-            for key, tensor in tensors_of(expected).items():
-                assert torch.equal(tensor, tensors_of(got)[key]), (expected.recipe.name, expected.shape, step, key)
 
 
 @pytest.mark.parametrize("rule", Rule)

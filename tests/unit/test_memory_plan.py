@@ -94,7 +94,7 @@ def test_torchao_holds_what_is_planned() -> None:
     with torch.compiler.set_stance("force_eager"):  # compiling its step takes most of a minute
         optimizer.step()
     optimizer.zero_grad()
-    assert measure(model, optimizer, check=False).static_bytes(0) == expected.static_bytes(0)
+    assert measure(model, optimizer).static_bytes(0) == expected.static_bytes(0)
 
 
 def test_torchs_own_adamw_holds_what_is_planned_for_fp32_masters() -> None:
@@ -103,7 +103,7 @@ def test_torchs_own_adamw_holds_what_is_planned_for_fp32_masters() -> None:
     model(torch.ones(1, 31)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    measured = measure(model, optimizer, check=False).ranks[0]
+    measured = measure(model, optimizer).ranks[0]
     assert measured.by_category() == plan(model, "fp32-master").ranks[0].by_category()
     assert not isinstance(optimizer, ECOAdamW)
 
