@@ -105,13 +105,16 @@ class Experiment:
 
     def run(self) -> None:
         """Run the study and print its table."""
-        from eco_dist.experiments import finetune, injection
+        from eco_dist.experiments import finetune, injection, injection_figures
 
         directory = self.directory or Path("runs") / self.name
         if self.name == "finetune":
             console().print(finetune.run(directory, seeds=self.seeds).table())
         else:
-            console().print(injection.run(directory, seeds=self.seeds).table())
+            result = injection.run(directory, seeds=self.seeds)
+            console().print(result.table())
+            for file in injection_figures.draw(result, directory):
+                print(file)
 
 
 @dataclass(frozen=True, kw_only=True)
