@@ -290,17 +290,16 @@ double eco_sum_of_squares(const void* grad, int64_t length, int is_bf16, int thr
 }
 
 // Reads and writes what a step with E4M3 codes, fp32 moments and block scales does, in the same order, without its
-// arithmetic: the limit of this access pattern on a machine, for measurements.
+// arithmetic: the limit of this access pattern on a machine, for measurements. A multiple of VL elements.
 void eco_touch(const Shard* shard, int64_t elements, int grad_is_bf16, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t begin = 0; begin < elements; begin += BLOCK_SIZE) {
-        const int64_t end = std::min(begin + BLOCK_SIZE, elements);
-        float *m = (float*)shard->exp_avg, *v = (float*)shard->exp_avg_sq;
-        uint8_t* codes = (uint8_t*)shard->codes;
-        for (int64_t i = begin; i < end; i++) {
-            const uint32_t word = grad_is_bf16 ? ((const uint16_t*)shard->grad)[i] : ((const uint32_t*)shard->grad)[i];
-            m[i] += 1, v[i] += 1, codes[i] += (uint8_t)word;
-        }
+    for (int64_t i = 0; i < elements; i += VL) {
+        float *m = (float*)shard->exp_avg + i, *v = (float*)shard->exp_avg_sq + i;
+        uint8_t* codes = (uint8_t*)shard->codes + i;
+        const vi g = grad_is_bf16 ? widen(load<vh>((const uint16_t*)shard->grad + i)) : load<vi>((const float*)shard->grad + i);
+        store(m, load<vf>(m) + 1.0f);
+        store(v, load<vf>(v) + 1.0f);
+        store(codes, load<vb>(codes) + low_bytes(g));
     }
 }
 
