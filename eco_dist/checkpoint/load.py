@@ -11,9 +11,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from eco_dist.checkpoint.manifest import LATEST, CheckpointError, Manifest, StoredTensor, verify
+from eco_dist.checkpoint.collective import own_rank, together
+from eco_dist.checkpoint.manifest import LATEST, MANIFEST, CheckpointError, Manifest, StoredTensor, verify
 from eco_dist.checkpoint.pieces import Description, ParameterRecord, Piece, clean, describe
-from eco_dist.checkpoint.write import checkpoints, together
+from eco_dist.checkpoint.write import checkpoints
 from eco_dist.optim import ECOOptimizer
 from eco_dist.optim.shard import is_quantized, local
 
@@ -44,7 +45,7 @@ def load(path: Path | str, model: nn.Module, optimizer: ECOOptimizer) -> Manifes
         CheckpointError: there is none, or it does not fit the model; the same sentence on all ranks, nothing changed.
         CheckpointCorruptError: its bytes are not those that were written; likewise.
     """
-    _, chosen = together(lambda: _choose(Path(path)) if _rank() == 0 else None)
+    _, chosen = together(lambda: find(Path(path)) if own_rank() == 0 else None)
     directory = chosen[0]
     assert directory is not None
     manifest, _ = together(lambda: Manifest.read(directory))
@@ -59,8 +60,13 @@ def load(path: Path | str, model: nn.Module, optimizer: ECOOptimizer) -> Manifes
     return manifest
 
 
-def _choose(path: Path) -> Path:
-    directory = path if (path / "manifest.json").exists() else latest(path)
+def find(path: Path) -> Path:
+    """The checkpoint a path means: itself, or the newest one in it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    directory = path if (path / MANIFEST).exists() else latest(path)
     if directory is None:
         raise CheckpointError(f"expected a checkpoint in {path}, found none; give the folder of a finished save")
     return directory
@@ -69,7 +75,7 @@ def _choose(path: Path) -> Path:
 def _verify_share(directory: Path, manifest: Manifest) -> None:
     """Hash this rank's share of the files."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    for name in sorted(manifest.files)[_rank() :: world]:
+    for name in sorted(manifest.files)[own_rank() :: world]:
         verify(directory, name, manifest.files[name])
 
 
@@ -172,7 +178,3 @@ def _restore(model: nn.Module, optimizer: ECOOptimizer, manifest: Manifest) -> N
         torch.autograd.graph.increment_version(local(parameter))
     if manifest.seed is not None:
         optimizer.seed = manifest.seed
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -20,14 +20,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from eco_dist.numerics import scale_shape
 from eco_dist.numerics.codec import codes_scale_shape, codes_shape
 from eco_dist.numerics.groups import Granularity
 from eco_dist.optim import ECOOptimizer
-from eco_dist.optim.shard import StateKey, first_row, local
+from eco_dist.optim.shard import StateKey, first_row, local, reshard
 from eco_dist.optim.state import allocate_state
 from eco_dist.recipe import Recipe
 from eco_dist.weights import QuantizedWeight
@@ -107,7 +106,7 @@ def describe(model: nn.Module, optimizer: ECOOptimizer | None = None) -> Descrip
     """
     pieces: list[Piece] = []
     records: dict[str, ParameterRecord] = {}
-    _reshard(model)
+    reshard(model)
     stepped = set() if optimizer is None else {id(p) for g in optimizer.param_groups for p in g["params"]}
     for name, parameter in model.named_parameters():
         name = clean(name)
@@ -124,13 +123,6 @@ def describe(model: nn.Module, optimizer: ECOOptimizer | None = None) -> Descrip
             "make the optimizer after sharding, from model.parameters()"
         )
     return Description(pieces=tuple(pieces), records=records)
-
-
-def _reshard(model: nn.Module) -> None:
-    """Free what a forward pass without backward has left unsharded, which would stand for the parameters."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def clean(name: str) -> str:

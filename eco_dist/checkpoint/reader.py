@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from eco_dist.checkpoint.load import latest
-from eco_dist.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, verify
+from eco_dist.checkpoint.load import find
+from eco_dist.checkpoint.manifest import Manifest, verify
 from eco_dist.checkpoint.pieces import SCALE_SUFFIX, ParameterRecord
 from eco_dist.numerics import MomentFormat, decode, decode_moment
 from eco_dist.optim.rules import Hyper, Rule, Schedule, virtual_weight
@@ -31,9 +31,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: there is none, or its bytes are not those that were written.
         """
-        directory = Path(path) if (Path(path) / MANIFEST).exists() else latest(path)
-        if directory is None:
-            raise CheckpointError(f"expected a checkpoint in {path}, found none; give the folder of a finished save")
+        directory = find(Path(path))
         self.manifest = Manifest.read(directory)
         for name, file in self.manifest.files.items():
             verify(directory, name, file)

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from eco_dist.checkpoint.collective import own_rank, together
 from eco_dist.checkpoint.manifest import CheckpointError, Manifest
 from eco_dist.checkpoint.pieces import Description, clean, describe
-from eco_dist.checkpoint.write import commit, merge, together, unfinished_folder, write_rank
+from eco_dist.checkpoint.write import commit, merge, unfinished_folder, write_rank
 from eco_dist.optim import ECOOptimizer
 
 
@@ -122,7 +123,7 @@ class _Work:
     ) -> _Work:
         if keep is not None and keep < 1:
             raise CheckpointError(f"expected keep >= 1 or None, got {keep}: the newest checkpoint is never removed")
-        _, folders = together(lambda: unfinished_folder(root, step) if _rank() == 0 else None)
+        _, folders = together(lambda: unfinished_folder(root, step) if own_rank() == 0 else None)
         folder = folders[0]
         assert folder is not None
         return cls(
@@ -147,10 +148,10 @@ class _Work:
 
     def finish(self, group: dist.ProcessGroup | None) -> Path:
         """Write, then commit on rank 0; collective."""
-        _, written = together(lambda: write_rank(self.folder, self.description.pieces, _rank()), group)
+        _, written = together(lambda: write_rank(self.folder, self.description.pieces, own_rank()), group)
 
         def publish() -> Path | None:
-            if _rank() != 0:
+            if own_rank() != 0:
                 return None
             tensors, files = merge(written)
             manifest = Manifest(
@@ -180,7 +181,3 @@ def _groups(model: nn.Module, optimizer: ECOOptimizer) -> tuple[dict[str, Any], 
         }
         for group in optimizer.param_groups
     )
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -14,12 +14,10 @@ import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -36,7 +34,6 @@ from eco_dist.checkpoint.manifest import (
 )
 from eco_dist.checkpoint.pieces import Piece
 
-T = TypeVar("T")
 _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _UNFINISHED = ".tmp"
 
@@ -48,36 +45,6 @@ class Written:
     name: str
     file: StoredFile
     runs: Mapping[str, StoredTensor]
-
-
-def exchange(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of every rank on every rank; collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> tuple[T, list[T]]:
-    """Do something on every rank; if it fails on one it fails on all, with the same sentence. Collective.
-
-    Returns:
-        This rank's result, and those of all ranks.
-    """
-    result: T | None = None
-    failure = None
-    try:
-        result = work()
-    except (OSError, ValueError) as error:
-        kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
-        failure = (kind, str(error))
-    answers = exchange((result, failure), group)
-    for rank, (_, failed) in enumerate(answers):
-        if failed is not None:
-            kind, message = failed
-            raise kind(message if len(answers) == 1 else f"rank {rank}: {message}")
-    return answers[_rank()][0], [answer[0] for answer in answers]  # type: ignore[return-value, misc]
 
 
 def unfinished_folder(root: Path, step: int) -> Path:
@@ -196,7 +163,3 @@ def _prune(root: Path, newest: Path, keep: int | None) -> None:
     for folder in others[: max(0, len(others) - (keep - 1))]:
         (folder / MANIFEST).unlink()  # first of all it stops being a checkpoint
         shutil.rmtree(folder)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -7,7 +7,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -15,7 +14,7 @@ from eco_dist.memory.attribution import Attribution, cross_check
 from eco_dist.memory.categories import NOT_A_WEIGHTS, STATE_CATEGORIES, Category
 from eco_dist.memory.report import Holding, MemoryReport, Moment, RankMemory, TensorMemory, tensor_entries
 from eco_dist.memory.versions import versions
-from eco_dist.optim.shard import local
+from eco_dist.optim.shard import local, reshard
 from eco_dist.weights import QuantizedWeight
 
 
@@ -57,9 +56,7 @@ def measure(
             weight (or all of them) belongs to no parameter, moment, gradient or buffer; on every rank, naming the
             tensor and who holds it.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(model)
     mine = _measure_rank(model, optimizer, check=check or strict, timeline=timeline)
     ranks = [mine]
     if dist.is_initialized():

@@ -91,8 +91,7 @@ def llama_config(preset: str, *, vocabulary: int, activations: Literal["none", "
         ValueError: ``preset`` is no known name; the message names the nearest one.
     """
     if preset not in PRESETS:
-        near = difflib.get_close_matches(preset, PRESETS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"expected a model preset out of {', '.join(PRESETS)}, got {preset!r}; did you mean {near!r}?")
+        raise _unknown(preset, list(PRESETS))
     shape = PRESETS[preset]
     return LlamaConfig(
         vocabulary=vocabulary, layers=shape.layers, width=shape.width, heads=shape.heads, activations=activations
@@ -122,9 +121,7 @@ def model_config(
     if preset in PRESETS:
         return llama_config(preset, vocabulary=vocabulary, activations=activations)
     if preset not in SPARSE_PRESETS:
-        known = [*PRESETS, *SPARSE_PRESETS]
-        near = difflib.get_close_matches(preset, known, n=1, cutoff=0.0)[0]
-        raise ValueError(f"expected a model preset out of {', '.join(known)}, got {preset!r}; did you mean {near!r}?")
+        raise _unknown(preset, [*PRESETS, *SPARSE_PRESETS])
     sparse = SPARSE_PRESETS[preset]
     moe = MoEConfig(
         width=sparse.width,
@@ -153,3 +150,8 @@ def model_config(
 def build_transformer(config: LlamaConfig, *, seed: int = 0) -> Llama:
     """The model of a shape, dense or sparse."""
     return SMoE(config, seed=seed) if isinstance(config, SMoEConfig) else Llama(config, seed=seed)
+
+
+def _unknown(preset: str, known: list[str]) -> ValueError:
+    near = difflib.get_close_matches(preset, known, n=1, cutoff=0.0)[0]
+    return ValueError(f"expected a model preset out of {', '.join(known)}, got {preset!r}; did you mean {near!r}?")

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -99,6 +100,13 @@ class Shard:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass without backward has left unsharded under FSDP2, which stands for the parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def is_quantized(parameter: Tensor) -> bool:

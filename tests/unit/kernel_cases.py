@@ -15,7 +15,7 @@ from eco_dist.optim.rules import Hyper, Rule, Schedule
 from eco_dist.optim.shard import Shard
 from eco_dist.optim.state import allocate_state
 from eco_dist.optim.step import StepStats, Task
-from eco_dist.recipe import Compensation, Idle, Injection, Recipe, ResidualFormat
+from eco_dist.recipe import RECIPES, Compensation, Idle, Injection, Recipe, ResidualFormat
 from eco_dist.weights import QuantizedWeight
 
 REFERENCE = ReferenceKernel()
@@ -95,6 +95,19 @@ def assert_equal_steps(
         for expected, got in zip(shards, others, strict=True):
             for key, tensor in tensors_of(expected).items():
                 assert torch.equal(tensor, tensors_of(got)[key]), (expected.recipe.name, expected.shape, step, key)
+
+
+def assert_other_gradients(kernel: Kernel, shape: tuple[int, int]) -> None:
+    """A gradient in fp16, or with strides, is stepped as its fp32 values."""
+    shards = [shard_of(RECIPES["fp8"], shape, Rule.ADAMW, seed=0) for _ in range(3)]
+    tasks = [task_of(shard, Rule.ADAMW, 1, maximize=True) for shard in shards]
+    half = tasks[0].grad.half()
+    for task, grad in zip(tasks, (half.float(), half, half.float().t().contiguous().t()), strict=True):
+        task.grad = grad
+    take(REFERENCE, tasks[:1])
+    take(kernel, tasks[1:])
+    for shard in shards[1:]:
+        assert all(torch.equal(shard_tensor, tensors_of(shards[0])[k]) for k, shard_tensor in tensors_of(shard).items())
 
 
 class LargestAllocation(TorchDispatchMode):

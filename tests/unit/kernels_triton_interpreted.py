@@ -21,6 +21,7 @@ from eco_dist.recipe import RECIPES, Compensation, Idle, Injection, Recipe, Resi
 from tests.unit.kernel_cases import (
     REFERENCE,
     assert_equal_steps,
+    assert_other_gradients,
     grid_of,
     shard_of,
     take,
@@ -204,13 +205,4 @@ def test_all_64_bits_of_a_seed(kernel: TritonKernel, seed: int) -> None:
 
 
 def test_maximize_and_other_gradients(kernel: TritonKernel) -> None:
-    """A gradient in fp16, or with strides, is stepped as its fp32 values."""
-    shards = [shard_of(RECIPES["fp8"], (32, 48), Rule.ADAMW, seed=0) for _ in range(3)]
-    tasks = [task_of(shard, Rule.ADAMW, 1, maximize=True) for shard in shards]
-    half = tasks[0].grad.half()
-    for task, grad in zip(tasks, (half.float(), half, half.float().t().contiguous().t()), strict=True):
-        task.grad = grad
-    take(REFERENCE, tasks[:1])
-    take(kernel, tasks[1:])
-    for shard in shards[1:]:
-        assert all(torch.equal(tensor, tensors_of(shards[0])[key]) for key, tensor in tensors_of(shard).items())
+    assert_other_gradients(kernel, (32, 48))

@@ -21,6 +21,7 @@ from tests.unit.kernel_cases import (
     SHAPES,
     LargestAllocation,
     assert_equal_steps,
+    assert_other_gradients,
     every_recipe,
     shard_of,
     take,
@@ -185,16 +186,7 @@ def test_gradients_that_cannot_be_used(kernel: CpuKernel, dtype: torch.dtype, va
 
 
 def test_maximize_and_other_dtypes(kernel: CpuKernel) -> None:
-    """A gradient in fp16, or with strides, is stepped as its fp32 values."""
-    shards = [shard_of(RECIPES["fp8"], (64, 96), Rule.ADAMW, seed=0) for _ in range(3)]
-    tasks = [task_of(shard, Rule.ADAMW, 1, maximize=True) for shard in shards]
-    half = tasks[0].grad.half()
-    for task, grad in zip(tasks, (half.float(), half, half.float().t().contiguous().t()), strict=True):
-        task.grad = grad
-    take(REFERENCE, tasks[:1])
-    take(kernel, tasks[1:])
-    for shard in shards[1:]:
-        assert all(torch.equal(shard_tensor, tensors_of(shards[0])[k]) for k, shard_tensor in tensors_of(shard).items())
+    assert_other_gradients(kernel, (64, 96))
 
 
 @pytest.mark.parametrize("rule", Rule)

@@ -153,11 +153,7 @@ class ShardOptimizer(ECOOptimizer):
     def adopt(self, shard: WeightShard) -> None:
         """Make a shard's weight a parameter of this optimizer, with fresh state."""
         self._shards[id(shard.weight)] = shard
-        self.state[shard.weight] = allocate_state(shard.weight, second_moment=self._has_second_moment)
-
-    @property
-    def _has_second_moment(self) -> bool:
-        return "beta2" in self._scalars(self.defaults)
+        self.state[shard.weight] = allocate_state(shard.weight, second_moment=self.has_second_moment)
 
     def follow_client(self) -> None:
         """Take over options changed in the client's groups (its scheduler), and show it those changed here."""
@@ -210,7 +206,7 @@ class ShardOptimizer(ECOOptimizer):
             step: steps taken.
         """
         if len(keys) > 1:
-            self.state[flat] = allocate_state(flat, second_moment=self._has_second_moment)
+            self.state[flat] = allocate_state(flat, second_moment=self.has_second_moment)
             self.state[flat][StateKey.STEP].fill_(step)
         return {key: flat if key == "weight" else self.state[flat][key] for key in keys}
 
