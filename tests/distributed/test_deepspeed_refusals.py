@@ -57,6 +57,21 @@ def refuse_quantized() -> str:
     return "accepted"
 
 
+def refuse_clipping_twice() -> str:
+    model = build(**ODD)
+    json = {key: value for key, value in config(2).items() if key != "optimizer"}
+    try:
+        engine_of(model, json, optimizer=ECOAdamW(model.parameters(), max_grad_norm=1.0))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_an_optimizer_that_clips_by_itself_is_refused() -> None:
+    """Its own clipping would be left out without a word; in JSON DeepSpeed refuses the option."""
+    assert "set gradient_clipping instead" in run_ranks(1, refuse_clipping_twice)[0]
+
+
 def test_a_quantized_model_is_refused() -> None:
     assert "leave out quantize_weights_" in run_ranks(1, refuse_quantized)[0]
 

@@ -73,7 +73,16 @@ def refuse_quantized(model: nn.Module) -> None:
 
 
 def split_optimizer(client: ECOOptimizer, plan: WeightPlan) -> ShardOptimizer:
-    """The client's optimizer with every group split by how its parameters are stored."""
+    """The client's optimizer with every group split by how its parameters are stored.
+
+    Raises:
+        ValueError: if the client is to clip by itself, which DeepSpeed's own norm does here.
+    """
+    if client.max_grad_norm is not None:
+        raise ValueError(
+            f"expected clipping in the DeepSpeed JSON, got max_grad_norm={client.max_grad_norm} in the optimizer; set "
+            "gradient_clipping instead"
+        )
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for source in client.param_groups:
         parts: dict[int, list[Tensor]] = {}
