@@ -1,8 +1,11 @@
 """Building the kernel: into a cache, once, and what happens where it cannot be built."""
 
 import logging
+import os
 import platform
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,15 +15,21 @@ from eco_dist.optim.kernels import build, cpu
 from eco_dist.optim.step import StepStats, Task
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ECO_DIST_CACHE", str(tmp_path))
     return tmp_path
 
 
-def test_it_is_built_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_built_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECO_DIST_CACHE", str(shared))
     path = build.library("portable")
-    assert path.parent == cache / "eco_dist"
+    assert path.parent == shared / "eco_dist"
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("built twice"))
     assert build.library("portable") == path
     assert [file.suffix for file in path.parent.iterdir()] == [".so"]
@@ -28,9 +37,27 @@ def test_it_is_built_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64 compilers")
 @pytest.mark.parametrize("isa", build.ISA_FLAGS)
-def test_every_build_compiles_even_where_it_cannot_run(cache: Path, isa: str) -> None:
+def test_every_build_compiles_even_where_it_cannot_run(shared: Path, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The AVX-512 build runs on few machines; this keeps its source compiling on all."""
+    monkeypatch.setenv("ECO_DIST_CACHE", str(shared))
     assert build.library(isa).stat().st_size > 10_000
+
+
+def test_a_wheel_carries_the_library_and_needs_no_compiler(tmp_path: Path) -> None:
+    root, isa = Path(build.__file__).parents[3], build.supported_isas()[0]
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    environment = os.environ | {"ECO_DIST_WHEEL_ISAS": isa}
+    subprocess.run([*wheel, str(root)], env=environment, cwd=tmp_path, check=True, timeout=200)
+    (file,) = tmp_path.glob("*.whl")
+    assert "-py3-none-linux_" in file.name
+    zipfile.ZipFile(file).extractall(tmp_path / "installed")
+    ask = "import eco_dist.optim.kernels.cpu as c; print(c.__file__, c.load().name, sep='\\n')"
+    variables = {"PYTHONPATH": str(tmp_path / "installed"), "CXX": "/bin/false", "ECO_DIST_CACHE": str(tmp_path)}
+    run = [sys.executable, "-c", ask]
+    answer = subprocess.run(run, env=os.environ | variables, cwd=tmp_path, check=True, capture_output=True, text=True)
+    path, name = answer.stdout.splitlines()
+    assert path.startswith(str(tmp_path))
+    assert name == f"cpu, {isa}"
 
 
 def test_another_source_is_another_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

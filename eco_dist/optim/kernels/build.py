@@ -54,13 +54,23 @@ def library(isa: str) -> Path:
     Raises:
         BuildError: if there is no compiler, or it fails.
     """
-    name = f"eco_step-{isa}.so"
+    name = library_name(isa)
     if (SOURCE / name).exists():
         return SOURCE / name
     cached = _cache() / f"{_digest(isa)}-{name}"
     if not cached.exists():
-        _compile(isa, cached)
+        compile_library(isa, cached)
     return cached
+
+
+def library_name(isa: str) -> str:
+    """File name of the library for an instruction set."""
+    return f"eco_step-{isa}.so"
+
+
+def compiler() -> str | None:
+    """The C++ compiler that builds the kernel; None if there is none."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
 def _cache() -> Path:
@@ -75,9 +85,14 @@ def _digest(isa: str) -> str:
     return content.hexdigest()
 
 
-def _compile(isa: str, target: Path) -> None:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+def compile_library(isa: str, target: Path) -> None:
+    """Build the library for an instruction set.
+
+    Raises:
+        BuildError: if there is no compiler, or it fails.
+    """
+    command = compiler()
+    if command is None:
         raise BuildError("expected a C++ compiler (g++ or clang++), found none; install one or set CXX")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -86,9 +101,9 @@ def _compile(isa: str, target: Path) -> None:
         os.close(handle)
     except OSError as error:
         raise BuildError(f"expected a writable cache directory, got {error}; set ECO_DIST_CACHE") from error
-    command = [compiler, *FLAGS, *ISA_FLAGS[isa], "-o", temporary, str(SOURCE / "step.cpp")]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    arguments = [*FLAGS, *ISA_FLAGS[isa], "-o", temporary, str(SOURCE / "step.cpp")]
+    run = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
     if run.returncode != 0:
         Path(temporary).unlink(missing_ok=True)
-        raise BuildError(f"{compiler} failed for {isa}: {run.stderr.strip().splitlines()[-1:]}")
+        raise BuildError(f"{command} failed for {isa}: {run.stderr.strip().splitlines()[-1:]}")
     Path(temporary).replace(target)
