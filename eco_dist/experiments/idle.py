@@ -127,7 +127,7 @@ class TwoKinds(Router):
         weights, experts = torch.topk(logits.softmax(-1), self.config.top_k, dim=-1)
         counts = torch.bincount(experts.flatten(), minlength=self.config.experts)
         nothing = torch.zeros(())
-        return Routing(weights / weights.sum(-1, keepdim=True), experts, counts, nothing, nothing, nothing)
+        return Routing(weights / weights.sum(-1, keepdim=True), experts, counts, nothing, nothing, nothing, nothing)
 
 
 def build() -> SMoE:

@@ -9,12 +9,14 @@ Activation = Literal["silu", "gelu"]
 Score = Literal["softmax", "sigmoid"]
 Backend = Literal["auto", "native", "megablocks"]
 Wire = Literal["full", "fp8"]
+Products = Literal["full", "fp8"]
 
 _CHOICES = {
     "activation": ("silu", "gelu"),
     "score": ("softmax", "sigmoid"),
     "backend": ("auto", "native", "megablocks"),
     "wire": ("full", "fp8"),
+    "products": ("full", "fp8"),
 }
 
 
@@ -36,6 +38,9 @@ class MoEConfig:
         backend: who multiplies; `auto` takes megablocks on CUDA where it can be imported, else the native code.
         wire: what expert parallelism sends: tokens in full precision, or as E4M3 with a scale a token (`fp8`). The
             rounding happens whether a token leaves its rank or not, so it does not depend on the number of ranks.
+        capacity_factor: most rows of an expert, as a multiple of an even share; None drops no token.
+        products: `fp8` multiplies E4M3 operands directly where stored codes allow it (`moe.scaled`), rounding tokens
+            too; `full` decodes the weights.
 
     Raises:
         ValueError: for a size below 1, more experts a token than there are, or an unknown choice.
@@ -53,6 +58,8 @@ class MoEConfig:
     shared_hidden: int = 0
     backend: Backend = "auto"
     wire: Wire = "full"
+    capacity_factor: float | None = None
+    products: Products = "full"
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -62,6 +69,10 @@ class MoEConfig:
         if self.top_k > self.experts:
             raise ValueError(
                 f"expected top_k of at most the number of experts, got {self.top_k} of {self.experts}; lower top_k"
+            )
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ValueError(
+                f"expected a capacity_factor above 0, got {self.capacity_factor}; leave it out to drop no token"
             )
         if self.shared_hidden < 0:
             raise ValueError(f"expected shared_hidden of 0 or more, got {self.shared_hidden}; 0 means no shared expert")

@@ -2,15 +2,18 @@
 
 [Note: expert parameters]
 `mlp.w1`, `mlp.w2` and with a gate `mlp.v1`, each `[E * F, D]`: the rows of all experts below each other. With expert
-parallelism each is a DTensor whose local part holds the rows of this rank's experts. A quantized weight stays codes
-between forward and backward. Expert gradients of one rank already sum over the ranks of its expert-parallel group
-(their tokens came here), so they are divided by the group's size and then averaged over the ranks that hold the same
-experts (expert data parallel) alone; everything else is averaged over all ranks.
+parallelism each is a DTensor whose local part holds the rows of this rank's experts. With more ranks than experts that
+is a part of one expert: S = R / E ranks have F / S hidden features of it each, and its output is the sum of theirs. So
+a layer on R ranks is one of R smaller experts, of which a token visits K S. A quantized weight stays codes between
+forward and backward. Expert gradients of one rank already sum over the ranks of its expert-parallel group (their tokens
+came here), so they are divided by the group's size and then averaged over the ranks that hold the same experts (expert
+data parallel) alone; everything else is averaged over all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from eco_dist.moe.capacity import within_capacity
 from eco_dist.moe.config import Activation, MoEConfig
 from eco_dist.moe.dispatch import Exchange, Order, combine
 from eco_dist.moe.grouped import grouped_linear
@@ -67,6 +71,11 @@ class Experts(nn.Module):
         """Ranks that share the experts."""
         return 1 if self.group is None else self.group.size()
 
+    @property
+    def parts(self) -> int:
+        """Ranks that share one expert."""
+        return max(1, self.ranks // self.config.experts)
+
     def weights(self) -> dict[str, Tensor]:
         """This rank's parameters, local tensors with gradient: `w1`, `w2` and with a gate `v1`."""
         return {name: local_weight(parameter) for name, parameter in self.mlp.named_parameters()}
@@ -81,20 +90,35 @@ class Experts(nn.Module):
 
 def native(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
     """Plain torch: sort, exchange, one grouped product a matrix, and back."""
-    order = Order.by(routing.experts.flatten(), copies=experts.config.top_k)
+    routing = _to_parts(routing, experts.parts)
+    order = Order.by(routing.experts.flatten(), copies=routing.experts.shape[-1])
     exchange = Exchange.among(routing.counts, experts.group, experts.config.wire)
     rows = exchange.to_experts(order.sorted_rows(x))
-    rows = exchange.to_tokens(feed_forward(experts, rows, exchange.counts))
-    return combine(order.original_rows(rows), routing.weights)
+    rows = within_capacity(rows, exchange.counts, routing.capacity, partial(feed_forward, experts))
+    return combine(order.original_rows(exchange.to_tokens(rows)), routing.weights)
+
+
+def _to_parts(routing: Routing, parts: int) -> Routing:
+    """The routing among the parts of experts: to each part of a chosen expert, with the expert's weight."""
+    if parts == 1:
+        return routing
+    each = torch.arange(parts, device=routing.experts.device)
+    return routing._replace(
+        weights=routing.weights.repeat_interleave(parts, -1),
+        experts=(routing.experts.unsqueeze(-1) * parts + each).flatten(-2),
+        counts=routing.counts.repeat_interleave(parts),
+    )
 
 
 def feed_forward(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
     """act(x w1^T) * (x v1^T) w2, or act(x w1^T) w2, for rows `[T, D]` sorted by the experts of this rank."""
-    act, scale, weights = activation(experts.config.activation), 1 / experts.ranks, experts.weights()
-    hidden = act(grouped_linear(rows, weights["w1"], counts, inwards=True, grad_scale=scale))
+    act, weights = activation(experts.config.activation), experts.weights()
+    scaled = experts.config.products == "fp8"
+    linear = partial(grouped_linear, counts=counts, grad_scale=1 / experts.ranks, scaled=scaled)
+    hidden = act(linear(rows, weights["w1"], inwards=True))
     if experts.config.glu:
-        hidden = hidden * grouped_linear(rows, weights["v1"], counts, inwards=True, grad_scale=scale)
-    return grouped_linear(hidden, weights["w2"], counts, inwards=False, grad_scale=scale)
+        hidden = hidden * linear(rows, weights["v1"], inwards=True)
+    return linear(hidden, weights["w2"], inwards=False)
 
 
 def activation(name: Activation) -> Callable[[Tensor], Tensor]:

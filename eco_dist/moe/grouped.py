@@ -12,20 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from eco_dist.moe.grouped_product import grouped_outer, grouped_product
+from eco_dist.moe.scaled import check_scaled, scaled_product
 from eco_dist.weights import QuantizedWeight
 
 MOST_ROWS = 2**31 - 1
 """Offsets of a grouped product are int32."""
-
-_KERNEL_DTYPES = {
-    "cpu": (torch.float32, torch.bfloat16, torch.float16),
-    "cuda": (torch.bfloat16,),
-}
-_ROW_BYTES = 16
-"""Rows must start at multiples of this many bytes for torch's kernel."""
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -35,31 +29,33 @@ class GroupedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, inwards: bool, grad_scale: float) -> Tensor:
-        """Product in the dtype of `x`; `counts` int64 `[E]`."""
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, inwards: bool, grad_scale: float, scaled: bool
+    ) -> Tensor:
+        """Product in the dtype of `x`; `counts` int64 `[E]`; `scaled` as in scaled.py, where it can be."""
         ctx.save_for_backward(x, weight, counts)
-        ctx.inwards, ctx.grad_scale = inwards, grad_scale
-        matrices = _matrices(weight, counts, x.dtype)
-        return grouped_product(x, matrices.mT if inwards else matrices, counts)
+        ctx.inwards, ctx.grad_scale, ctx.scaled = inwards, grad_scale, scaled
+        return _product(x, weight, counts, transposed=inwards, scaled=scaled)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         """Gradients dx = dy W (or dy W^T);  dW_e = dy_e^T x_e (or x_e^T dy_e), summed over the rows of e."""
         x, weight, counts = ctx.saved_tensors
         # A gradient that was expanded from a scalar has strides of 0, which torch's kernel refuses.
         grad = grad.contiguous()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            matrices = _matrices(weight, counts, grad.dtype)
-            grad_x = grouped_product(grad, matrices if ctx.inwards else matrices.mT, counts)
+            grad_x = _product(grad, weight, counts, transposed=not ctx.inwards, scaled=ctx.scaled)
         if ctx.needs_input_grad[1]:
             left, right = (grad, x) if ctx.inwards else (x, grad)
             product = grouped_outer(left, right, counts).to(weight.dtype).flatten(0, 1)
             grad_weight = product if ctx.grad_scale == 1.0 else product.mul_(ctx.grad_scale)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, *, inwards: bool, grad_scale: float = 1.0) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, counts: Tensor, *, inwards: bool, grad_scale: float = 1.0, scaled: bool = False
+) -> Tensor:
     """Apply each expert's matrix to its rows.
 
     Args:
@@ -68,12 +64,15 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, *, inwards: bool, 
         counts: int64 `[E]`, rows of each expert; they sum to T.
         inwards: see the module's note.
         grad_scale: factor on the weight's gradient.
+        scaled: multiply E4M3 operands directly where the sum runs along stored rows.
 
     Raises:
-        ValueError: if T does not fit in int32.
+        ValueError: if T does not fit in int32, or `scaled` is asked of a weight that is not E4M3 with row scales.
     """
     check_rows(x.shape[0])
-    product: Tensor = GroupedLinear.apply(x, weight, counts, inwards, grad_scale)
+    if scaled:
+        check_scaled(weight)
+    product: Tensor = GroupedLinear.apply(x, weight, counts, inwards, grad_scale, scaled)
     return product
 
 
@@ -90,38 +89,11 @@ def check_rows(rows: int) -> None:
         )
 
 
-def grouped_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """y_i = x_i M_e for the rows i of expert e.
-
-    Args:
-        x: `[T, A]`, contiguous.
-        matrices: `[E, A, B]`, may be a transposed view.
-        counts: int64 `[E]`.
-    """
-    if _kernel_takes(x, matrices.shape[-1]):
-        return F.grouped_mm(x, matrices, offs=_offsets(counts))
-    parts = x.split(counts.tolist())
-    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
-
-
-def grouped_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
-    """M_e = left_e^T right_e, the sum over the rows of expert e: `[T, A], [T, B] -> [E, A, B]`."""
-    if _kernel_takes(left, right.shape[-1]):
-        return F.grouped_mm(left.t(), right, offs=_offsets(counts))
-    lengths = counts.tolist()
-    return torch.stack([a.t() @ b for a, b in zip(left.split(lengths), right.split(lengths), strict=True)])
-
-
-def _matrices(weight: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+def _product(x: Tensor, weight: Tensor, counts: Tensor, *, transposed: bool, scaled: bool) -> Tensor:
+    """x_i W_e^T or x_i W_e in the dtype of `x`."""
+    if scaled and transposed:
+        assert isinstance(weight, QuantizedWeight)
+        return scaled_product(x, weight, counts)
     values = weight.decode() if isinstance(weight, QuantizedWeight) else weight
-    return values.to(dtype).view(counts.shape[0], -1, weight.shape[-1])
-
-
-def _kernel_takes(x: Tensor, columns: int) -> bool:
-    """Whether torch's kernel can multiply: its dtypes, and rows that start at multiples of 16 bytes."""
-    aligned = all(size * x.element_size() % _ROW_BYTES == 0 for size in (x.shape[-1], columns))
-    return aligned and x.dtype in _KERNEL_DTYPES.get(x.device.type, ())
-
-
-def _offsets(counts: Tensor) -> Tensor:
-    return counts.cumsum(0).to(torch.int32)
+    matrices = values.to(x.dtype).view(counts.shape[0], -1, weight.shape[-1])
+    return grouped_product(x, matrices.mT if transposed else matrices, counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from eco_dist.moe.backend import backend_of
+from eco_dist.moe.capacity import limited
 from eco_dist.moe.config import MoEConfig
 from eco_dist.moe.experts import Experts, activation
 from eco_dist.moe.router import Router, Routing
@@ -28,7 +29,7 @@ class SharedExpert(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """Router, experts and, if asked for, a shared expert. No token is dropped.
+    """Router, experts and, if asked for, a shared expert. Without a capacity factor no token is dropped.
 
     Parameters have megablocks' names and shapes: `router.layer.weight [E, D]`, `experts.mlp.{w1,w2,v1} [E F, D]`,
     `shared_expert.{gate_proj,up_proj,down_proj}.weight`; a state dict of `megablocks.dMoE` loads as it is.
@@ -55,7 +56,7 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         """Map `[..., D]` to `[..., D]`, and say how the tokens were routed; losses are values, not side effects."""
         tokens = x.reshape(-1, self.config.width)
-        routing: Routing = self.router(tokens)
+        routing = limited(self.router(tokens), self.config, self.experts.group)
         out = self.experts(tokens, routing).view_as(x)
         if self.shared_expert is not None:
             out = out + self.shared_expert(x)

@@ -32,6 +32,7 @@ NEEDED = {
     "megablocks.layers.arguments": ("Arguments",),
     "megablocks.layers.dmoe": ("ParallelDroplessMLP",),
     "megablocks.layers.glu": ("GroupedGLU",),
+    "megablocks.layers.moe": ("ParallelMLP",),
     "megablocks.layers.mlp": ("GroupedMLP", "resolve_dtensor"),
     "megablocks.backend.kernels": tuple(standins.KERNELS),
     "megablocks.grouped_gemm_util": ("ops", "backend"),

@@ -5,6 +5,7 @@
 rank = d * EP + e holds the experts e E/EP .. (e+1) E/EP - 1 and, under FSDP2, the d-th cut of their rows. An expert
 parameter is a DTensor `Shard(0)` on the `expert` dimension before `fully_shard` sees it; FSDP2 cuts it further along
 `expert_data`. So its global shape stays that of all experts, and with it scale groups, random bits and checkpoints.
+More ranks than experts share each expert's rows, see "expert parameters" in experts.py.
 """
 
 from __future__ import annotations
@@ -105,6 +106,21 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[Experts]:
         ValueError: if there are no experts, or they do not split evenly, are sharded already or have one scale
             for the whole tensor, or if ranks differ in the layers they have or in the groups of the mesh.
     """
+    group = mesh.get_group(EXPERT)
+    check_members(dist.get_process_group_ranks(group))
+    layers = expert_layers(model, group.size())
+    if group.size() > 1:
+        for layer in layers:
+            _shard_layer(layer, mesh[EXPERT])
+    return layers
+
+
+def expert_layers(model: nn.Module, ranks: int) -> list[Experts]:
+    """The experts of every layer, if that many ranks can share each; collective over all ranks.
+
+    Raises:
+        ValueError: see `shard_experts`.
+    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
     if not layers:
         raise ValueError(
@@ -112,21 +128,17 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[Experts]:
             "leave expert_parallel at 1"
         )
     check_same_everywhere("the layers with experts", {name: layer.config for name, layer in layers.items()})
-    group = mesh.get_group(EXPERT)
-    check_members(dist.get_process_group_ranks(group))
     for name, layer in layers.items():
-        _check_layer(name, layer, group.size())
-    if group.size() > 1:
-        for layer in layers.values():
-            _shard_layer(layer, mesh[EXPERT])
+        _check_layer(name, layer, ranks)
     return list(layers.values())
 
 
 def _check_layer(name: str, layer: Experts, ranks: int) -> None:
-    if layer.config.experts % ranks:
+    experts, hidden = layer.config.experts, layer.config.hidden
+    if experts % ranks and (ranks % experts or hidden % (ranks // experts)):
         raise ValueError(
-            f"expected expert_parallel to divide the {layer.config.experts} experts of '{name}', got {ranks}; "
-            "choose a divisor"
+            f"expected expert_parallel to divide the {experts} experts of '{name}', or to be a multiple of them that "
+            f"divides their {hidden} hidden features, got {ranks}; choose another"
         )
     for key, parameter in layer.mlp.named_parameters():
         if isinstance(parameter, DTensor):
@@ -145,7 +157,7 @@ def _shard_layer(layer: Experts, mesh: DeviceMesh) -> None:
     layer.group = mesh.get_group()
     for key, parameter in list(layer.mlp.named_parameters()):
         sharded = DTensor.from_local(
-            _rows_of(parameter.detach(), mesh.get_local_rank(), mesh.size()),
+            rows_of(parameter.detach(), mesh.get_local_rank(), mesh.size()),
             mesh,
             [Shard(0)],
             run_check=False,
@@ -155,7 +167,7 @@ def _shard_layer(layer: Experts, mesh: DeviceMesh) -> None:
         setattr(layer.mlp, key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
-def _rows_of(whole: Tensor, rank: int, ranks: int) -> Tensor:
+def rows_of(whole: Tensor, rank: int, ranks: int) -> Tensor:
     """A copy of the rank-th of equal parts along dimension 0, as a tensor of its own."""
     rows = whole.shape[0] // ranks
     mine = slice(rank * rows, (rank + 1) * rows)

@@ -30,6 +30,8 @@ class Routing(NamedTuple):
         load_balancing_loss: E / (T K) sum_e counts_e mean_t scores_te, 1 when balanced (Switch Transformer, eq. 4).
         z_loss: mean_t logsumexp(logits_t)^2 (ST-MoE, eq. 5).
         entropy: mean_t -sum_e p_te log p_te in nats, p the normalized scores; without gradient.
+        dropped: share of the rows, of all ranks that share the experts, whose expert was full; 0 without a capacity.
+        capacity: most rows of an expert; None for no limit.
     """
 
     weights: Tensor
@@ -38,6 +40,8 @@ class Routing(NamedTuple):
     load_balancing_loss: Tensor
     z_loss: Tensor
     entropy: Tensor
+    dropped: Tensor
+    capacity: int | None = None
 
 
 class Router(nn.Module):
@@ -66,7 +70,7 @@ class Router(nn.Module):
             if config.scale != 1.0:
                 weights = weights * config.scale
             counts = torch.bincount(experts.flatten(), minlength=config.experts)
-            return Routing(weights, experts, counts, *self._losses(logits, scores, counts))
+            return Routing(weights, experts, counts, *self._losses(logits, scores, counts), scores.new_zeros(()))
 
     def _losses(self, logits: Tensor, scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The two losses and the entropy; 0 for no tokens."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eco_dist.moe.grouped import grouped_outer, grouped_product
+from eco_dist.moe.grouped_product import grouped_outer, grouped_product
 
 # --- megablocks_ops: the arguments are those of the extension, results go into its output tensors --------------------
 
@@ -109,18 +109,17 @@ def grouped_gemm() -> types.ModuleType:
     return module
 
 
-# --- the Triton kernels of the grouped path ---------------------------------------------------------------------------
+# --- the Triton kernels of the grouped path and of the layer with a capacity -----------------------------------------
 
 
 def gather(x: Tensor, order: Tensor, bin_ids: Tensor, weights: Tensor | None, bins: Tensor, top_k: int) -> Tensor:
     """Rows of the tokens `x [T, D]` in sorted order, times their weights if given: `[T K, D]`."""
-    rows = x[order.long() // top_k]
-    return rows if weights is None else (rows.float() * weights[order.long()].float()[:, None]).to(x.dtype)
+    return _weighted(x[order.long() // top_k], weights, order.long())
 
 
 def scatter(x: Tensor, order: Tensor, bin_ids: Tensor, weights: Tensor | None, bins: Tensor, top_k: int) -> Tensor:
     """Sorted rows `[T K, D]` back to their tokens, times their weights if given, and summed: `[T, D]`."""
-    rows = x if weights is None else (x.float() * weights[order.long()].float()[:, None]).to(x.dtype)
+    rows = _weighted(x, weights, order.long())
     by_token = torch.empty_like(rows)
     by_token[order.long()] = rows
     return by_token.view(-1, top_k, x.shape[1]).sum(1) if top_k > 1 else by_token
@@ -134,5 +133,45 @@ def scatter_wgrad(x: Tensor, grad: Tensor, order: Tensor, bin_ids: Tensor, bins:
     return out
 
 
-KERNELS: dict[str, Callable[..., Tensor]] = {"gather": gather, "scatter": scatter, "scatter_wgrad": scatter_wgrad}
+def binned_gather(x: Tensor, order: Tensor, weights: Tensor | None, bins: Tensor, capacity: int, top_k: int) -> Tensor:
+    """The first `capacity` rows of each expert, times their weights if given, zeros behind: `[E, capacity, D]`."""
+    slots, rows = _kept(order, bins, capacity)
+    out = x.new_zeros(bins.numel() * capacity, x.shape[1])
+    out[slots] = _weighted(x[rows // top_k], weights, rows)
+    return out.view(bins.numel(), capacity, x.shape[1])
+
+
+def binned_scatter(x: Tensor, order: Tensor, weights: Tensor | None, bins: Tensor, top_k: int) -> Tensor:
+    """Rows `[E, capacity, D]` back to their tokens, times their weights if given, and summed: `[T, D]`."""
+    slots, rows = _kept(order, bins, x.shape[1])
+    by_token = x.new_zeros(order.numel(), x.shape[2])
+    by_token[rows] = _weighted(x.flatten(0, 1)[slots], weights, rows)
+    return by_token.view(-1, top_k, x.shape[2]).sum(1) if top_k > 1 else by_token
+
+
+def binned_scatter_wgrad(x: Tensor, grad: Tensor, order: Tensor, bins: Tensor, top_k: int) -> Tensor:
+    """Gradient of `binned_scatter` for the weights; 0 for dropped rows."""
+    slots, rows = _kept(order, bins, x.shape[1])
+    out = x.new_zeros(order.numel())
+    out[rows] = (x.flatten(0, 1)[slots].float() * grad[rows // top_k].float()).sum(1).to(x.dtype)
+    return out
+
+
+def _kept(order: Tensor, bins: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Slots among `E * capacity` that are taken, and the rows that take them; `bins` are running sums."""
+    counts = torch.diff(bins, prepend=bins.new_zeros(1))
+    expert = torch.repeat_interleave(torch.arange(bins.numel(), device=bins.device), counts)
+    place = torch.arange(order.numel(), device=bins.device) - (bins - counts)[expert]
+    kept = place < capacity
+    return (expert * capacity + place)[kept], order.long()[kept]
+
+
+def _weighted(rows: Tensor, weights: Tensor | None, numbers: Tensor) -> Tensor:
+    return rows if weights is None else (rows.float() * weights[numbers].float()[:, None]).to(rows.dtype)
+
+
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    function.__name__: function
+    for function in (gather, scatter, scatter_wgrad, binned_gather, binned_scatter, binned_scatter_wgrad)
+}
 """Functions of `megablocks.backend.kernels` and what computes the same where Triton cannot."""

@@ -16,10 +16,11 @@ def mixture(
     score: str = "softmax",
     normalize: bool = True,
     scale: float = 1.0,
+    capacity: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, load-balancing loss and z-loss of `x [T, D]`, in the dtype of `x`.
 
-    `weights`: `router [E, D]`, `w1`, `w2` and perhaps `v1`, each `[E F, D]`.
+    `weights`: `router [E, D]`, `w1`, `w2` and perhaps `v1`, each `[E F, D]`. `capacity`: most tokens of an expert.
     """
     act = ACTIVATIONS[activation]
     logits = x @ weights["router"].T
@@ -33,6 +34,8 @@ def mixture(
         row = torch.zeros_like(x[token])
         for factor, expert in zip(factors * scale, chosen.indices.tolist(), strict=True):
             counts[expert] += 1
+            if capacity is not None and counts[expert] > capacity:
+                continue
             hidden = act(matrices["w1"][expert] @ x[token])
             if "v1" in matrices:
                 hidden = hidden * (matrices["v1"][expert] @ x[token])

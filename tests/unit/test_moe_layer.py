@@ -10,9 +10,10 @@ from torch import Tensor
 
 from eco_dist import ECOAdamW, quantize_weights_
 from eco_dist.moe import MoEConfig, MoELayer
-from eco_dist.moe import grouped as grouped_module
+from eco_dist.moe import grouped_product as grouped_module
 from eco_dist.moe.dispatch import Order, exchange_rows
-from eco_dist.moe.grouped import check_rows, grouped_linear, grouped_outer, grouped_product
+from eco_dist.moe.grouped import check_rows, grouped_linear
+from eco_dist.moe.grouped_product import grouped_outer, grouped_product
 from eco_dist.optim.step import GRADIENT_LIMIT
 from eco_dist.weights import QuantizedWeight
 from tests.reference.experts import mixture
@@ -33,7 +34,7 @@ def relative(value: Tensor, expected: Tensor) -> float:
     return float((value - expected).norm() / expected.norm())
 
 
-def reference(moe: MoELayer, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def reference(moe: MoELayer, x: Tensor, capacity: int | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss terms summed up, and the gradients of `x` and the parameters, in float64."""
     config = moe.config
     names = {"router.layer.weight": "router", **{f"experts.mlp.{n}": n for n in ("w1", "w2", "v1")}}
@@ -52,6 +53,7 @@ def reference(moe: MoELayer, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         score=config.score,
         normalize=config.normalize,
         scale=config.scale,
+        capacity=capacity,
     )
     (y.square().sum() + balance + z_loss).backward()
     return y, {"x": x.grad, **{name: weights[short].grad for name, short in names.items() if short in weights}}

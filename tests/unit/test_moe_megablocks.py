@@ -163,6 +163,8 @@ def test_sparse_products_in_tritons_interpreter() -> None:
 def test_what_cannot_be_done_is_said() -> None:
     with pytest.raises(ValueError, match="use backend 'native'"):
         MoELayer(MoEConfig(**SIZES, backend="megablocks", wire="fp8"))
+    with pytest.raises(ValueError, match="expected products 'full'"):
+        MoELayer(MoEConfig(**SIZES, backend="megablocks", products="fp8"))
     with pytest.raises(ValueError, match="hidden \\* experts of at least 128"):
         MoELayer(MoEConfig(width=16, hidden=8, experts=4, top_k=1, backend="megablocks"))
     from eco_dist.moe.megablocks import MegaBlocks
