@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,38 @@ class Attribution:
             return []
         self._seen.add(storage.data_ptr())
         self.bytes += storage.nbytes()
-        content = tensor.numel() * tensor.element_size()
+        content = min(tensor.numel() * tensor.element_size(), storage.nbytes())  # less, where it is expanded
         return [
             (category, content),
             (Category.PADDING if category.is_static else category, storage.nbytes() - content),
         ]
+
+    def add_views(self, views: Iterable[tuple[str, Category, Tensor]]) -> Iterator[tuple[str, Category, int]]:
+        """Count views that may share storages, but no bytes; what no view of a storage covers is padding.
+
+        Args:
+            views: name, category and tensor of each.
+
+        Returns:
+            Name, category and bytes; the padding of a storage under the name of its first view.
+        """
+        rest: dict[int, tuple[str, int]] = {}
+        for name, category, tensor in views:
+            storage = tensor.untyped_storage()
+            key = storage.data_ptr()
+            if not storage.nbytes() or (key in self._seen and key not in rest):
+                continue
+            if key not in rest:
+                self._seen.add(key)
+                self.bytes += storage.nbytes()
+                rest[key] = (name, storage.nbytes())
+            first, left = rest[key]
+            content = min(tensor.numel() * tensor.element_size(), storage.nbytes())
+            rest[key] = (first, left - content)
+            yield name, category, content
+        for name, left in rest.values():
+            assert left >= 0, (name, left)
+            yield name, Category.PADDING, left
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the tensor's storage is counted."""

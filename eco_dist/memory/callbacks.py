@@ -1,7 +1,7 @@
-"""The memory report in other people's training loops: a callback for Hugging Face's Trainer, one for Lightning.
+"""The memory report in other people's training loops: callbacks for Hugging Face and Lightning, events for monitors.
 
-Both measure after the first optimizer step, write the report, and raise if a master copy survives the step. Neither
-library is imported before its callback is made.
+Both callbacks measure after the first optimizer step, write the report, and raise if a master copy survives the step.
+Neither library is imported before its callback is made.
 """
 
 from __future__ import annotations
@@ -34,6 +34,21 @@ def report_step(model: nn.Module, optimizer: Optimizer, directory: Path) -> Memo
     if not dist.is_initialized() or dist.get_rank() == 0:
         write_reports(Page(report=report), directory)
     return report
+
+
+def monitor_events(report: MemoryReport, samples: int) -> list[tuple[str, float, int]]:
+    """A measured report as events of DeepSpeed's monitors: (name, value, samples so far).
+
+    Args:
+        report: of all ranks.
+        samples: trained on so far, the x-axis of DeepSpeed's own events.
+    """
+    static = [rank.static_bytes for rank in report.ranks]
+    values = {"static_bytes_max": max(static), "static_bytes_mean": sum(static) / len(static)}
+    values["bytes_per_parameter"] = report.bytes_per_parameter()
+    for category, count in report.worst.by_category().items():
+        values[f"worst_rank/{category.value.replace(' ', '_')}"] = count
+    return [(f"Train/Memory/{name}", float(value), samples) for name, value in values.items()]
 
 
 def huggingface_callback(directory: Path | str) -> Any:

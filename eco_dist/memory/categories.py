@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 
 
-class Category(enum.Enum):
+class Category(enum.StrEnum):
     """What bytes are for."""
 
     CODES = "codes"
@@ -48,8 +48,8 @@ _TRANSIENT = frozenset(
     )
 )
 
-NOT_A_WEIGHTS = (Category.PADDING, Category.COUNTERS)
-"""Left out of "bytes of a quantized parameter": they do not grow with it."""
+NOT_A_WEIGHTS = (Category.PADDING, Category.COUNTERS, Category.WORKING)
+"""Left out of "bytes of a quantized parameter": they do not grow with the shard of it that a rank owns."""
 
 STATE_CATEGORIES = {
     "step": Category.COUNTERS,
@@ -66,3 +66,13 @@ STATE_CATEGORIES = {
     "master": Category.MASTER,
 }
 """Category of each key of the optimizer state; torch's own optimizers included, other keys are `OTHER_STATE`."""
+
+
+def category_of(word: str) -> Category:
+    """The category of a word or of a key of optimizer state; `OTHER_STATE` for any other."""
+    if word in STATE_CATEGORIES:
+        return STATE_CATEGORIES[word]
+    return _WORDS.get(word, Category.OTHER_STATE)
+
+
+_WORDS = {category.value: category for category in Category}

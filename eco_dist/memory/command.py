@@ -17,7 +17,8 @@ from eco_dist.memory.architectures import Experts
 from eco_dist.memory.baselines import resolve
 from eco_dist.memory.diff import diff_table
 from eco_dist.memory.fit import largest_batch, parse_bytes, smallest_world
-from eco_dist.memory.layouts import layout_of
+from eco_dist.memory.layouts import ZeroOptions, layout_of
+from eco_dist.memory.layouts.zero import WorkingCopy
 from eco_dist.memory.plan import mesh_for, plan_shape
 from eco_dist.memory.public import find_architecture, unknown_model
 from eco_dist.memory.render import Page, write_reports
@@ -47,6 +48,7 @@ class PlanRequest:
         world_size: number of ranks; default 8, or 1 for engine single.
         shards: ranks that share one copy of the model; fewer than world-size is HSDP.
         ep: expert parallelism.
+        tp: tensor parallelism; no engine has it for quantized weights.
         experts: how experts are stored: one matrix (flat), one 3-D tensor (stacked), or apart (separate).
         optimizer: adamw or sgd.
         batch: sequences a rank computes at a time.
@@ -54,6 +56,8 @@ class PlanRequest:
         compute: dtype of forward and backward.
         checkpoint: recompute every block in backward.
         step_in_backward: step weights as soon as their gradient is there.
+        working_copy: what forward reads at ZeRO 1 and 2, as in the JSON's `eco` section.
+        reduce_bucket: `reduce_bucket_size` of the DeepSpeed JSON, elements.
         budget: memory of a device, such as 80GiB; exit code 3 if a rank needs more.
         out: directory for report.json, report.md, report.html and report.png.
     """
@@ -65,6 +69,7 @@ class PlanRequest:
     world_size: int | None = None
     shards: int | None = None
     ep: int = 1
+    tp: int = 1
     experts: Experts = "flat"
     optimizer: Literal["adamw", "sgd"] = "adamw"
     batch: int = 1
@@ -72,6 +77,8 @@ class PlanRequest:
     compute: Literal["bf16", "fp32"] = "bf16"
     checkpoint: bool = True
     step_in_backward: bool = False
+    working_copy: WorkingCopy = "replica"
+    reduce_bucket: int = ZeroOptions.reduce_bucket
     budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     out: Path | None = None
 
@@ -121,7 +128,7 @@ class PlanRequest:
         return plan_shape(
             model,
             engine=self.engine,
-            mesh=mesh_for(self.engine, world, shards=self.shards, ep=self.ep),
+            mesh=mesh_for(self.engine, world, shards=self.shards, ep=self.ep, tp=self.tp),
             optimizer=self.optimizer,
             batch=Batch(
                 sequences=batch or self.batch,
@@ -131,6 +138,7 @@ class PlanRequest:
             ),
             in_backward=self.step_in_backward,
             budget=None if self.budget is None else parse_bytes(self.budget),
+            zero=ZeroOptions(working_copy=self.working_copy, reduce_bucket=self.reduce_bucket),
         )
 
     def _advice(self, model: ModelShape, report: MemoryReport) -> str:

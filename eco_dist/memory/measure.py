@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from eco_dist.memory.attribution import Attribution, cross_check
-from eco_dist.memory.categories import NOT_A_WEIGHTS, STATE_CATEGORIES, Category
+from eco_dist.memory.categories import NOT_A_WEIGHTS, STATE_CATEGORIES, Category, category_of
 from eco_dist.memory.report import Holding, MemoryReport, Moment, RankMemory, TensorMemory, tensor_entries
 from eco_dist.memory.versions import versions
 from eco_dist.optim.shard import local, reshard
@@ -20,19 +20,27 @@ from eco_dist.weights import QuantizedWeight
 
 @runtime_checkable
 class HoldsMemory(Protocol):
-    """An optimizer or module that owns tensors which are neither parameters nor state: an engine's flat partitions.
+    """Whoever owns tensors that are no parameters: an engine with its flat partitions and buffers.
 
     An engine implements it to be measured; this package knows no engine by name.
     """
 
-    def memory_tensors(self) -> Iterable[tuple[str, Category, Tensor]]:
-        """Name of the parameter or buffer, what the bytes are for, and the tensor."""
+    def memory_tensors(self) -> Iterable[tuple[str, str, Tensor]]:
+        """Name of the parameter or buffer, what the bytes are for, and the tensor.
+
+        What they are for is a `Category` (or its word), or a key of optimizer state. Tensors may be views of one
+        storage but not of the same bytes; the rest of their storage is padding.
+        """
+        ...
+
+    def quantized_weights(self) -> Iterable[tuple[str, int, int]]:
+        """Name, elements on this rank and elements in all of the weights among them that are codes."""
         ...
 
 
 def measure(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | HoldsMemory | None = None,
     *,
     check: bool = False,
     strict: bool = False,
@@ -45,7 +53,8 @@ def measure(
 
     Args:
         model: any model, sharded or not.
-        optimizer: its optimizer, after a step if its state is to be counted.
+        optimizer: its optimizer, or the engine that owns its states, after a step if they are to be counted. Modules
+            that are `HoldsMemory` are found by themselves.
         check: whether to list live tensors that belong to nothing the walk found; walks all objects of the process,
             which takes seconds in a large one.
         strict: whether a master copy among them is an error; for a process that holds this model and no other.
@@ -80,23 +89,26 @@ def measure(
 
 
 def _measure_rank(
-    model: nn.Module, optimizer: Optimizer | None, *, check: bool, timeline: tuple[Moment, ...]
+    model: nn.Module, optimizer: Optimizer | HoldsMemory | None, *, check: bool, timeline: tuple[Moment, ...]
 ) -> RankMemory:
     found = Attribution()
     tensors: list[TensorMemory] = []
     quantized_bytes = quantized_parameters = 0
+    for owner in (optimizer, *model.modules()):
+        if isinstance(owner, HoldsMemory):
+            held, own_bytes, own_parameters = _owned(owner, found)
+            tensors += held
+            quantized_bytes, quantized_parameters = quantized_bytes + own_bytes, quantized_parameters + own_parameters
+    state = optimizer.state if isinstance(optimizer, Optimizer) else {}
     for name, parameter in model.named_parameters():
         weight = local(parameter)
-        held = list(_parameter_bytes(name, parameter, optimizer, found))
+        counts = list(_parameter_bytes(name, parameter, state.get(parameter, {}), found))
         if isinstance(weight, QuantizedWeight):
             quantized_parameters += weight.numel()
-            kinds = (*NOT_A_WEIGHTS, Category.GRADIENTS)
-            quantized_bytes += sum(count for kind, count in held if kind not in kinds)
-        tensors += tensor_entries(name, held)
+            quantized_bytes += _of_weight(counts)
+        tensors += tensor_entries(name, counts)
     for name, buffer in model.named_buffers():
         tensors += tensor_entries(name, found.add(Category.BUFFERS, buffer))
-    for name, category, tensor in _owned_by_engine(model, optimizer):
-        tensors += tensor_entries(name, found.add(category, tensor))
     unattributed, process = cross_check(model, found) if check else ((), None)
     return RankMemory(
         rank=dist.get_rank() if dist.is_initialized() else 0,
@@ -111,8 +123,27 @@ def _measure_rank(
     )
 
 
+def _owned(owner: HoldsMemory, found: Attribution) -> tuple[list[TensorMemory], int, int]:
+    """What an engine holds; bytes and elements of the quantized weights among it."""
+    sizes = {name: (here, whole) for name, here, whole in owner.quantized_weights()}
+    for here, whole in sizes.values():
+        found.expect(local_elements=here, elements=whole)
+    by_name: dict[str, list[tuple[Category, int]]] = {}
+    views = ((name, category_of(kind), tensor) for name, kind, tensor in owner.memory_tensors())
+    for name, category, count in found.add_views(views):
+        by_name.setdefault(name, []).append((category, count))
+    tensors = [entry for name, counts in by_name.items() for entry in tensor_entries(name, counts)]
+    quantized = sum(_of_weight(counts) for name, counts in by_name.items() if name in sizes)
+    return tensors, quantized, sum(here for here, _ in sizes.values())
+
+
+def _of_weight(counts: Iterable[tuple[Category, int]]) -> int:
+    """Bytes that grow with a quantized weight and stay between steps."""
+    return sum(count for kind, count in counts if kind.is_static and kind not in NOT_A_WEIGHTS)
+
+
 def _parameter_bytes(
-    name: str, parameter: Tensor, optimizer: Optimizer | None, found: Attribution
+    name: str, parameter: Tensor, state: Mapping[str, Any], found: Attribution
 ) -> Iterator[tuple[Category, int]]:
     weight = local(parameter)
     if isinstance(weight, QuantizedWeight):
@@ -123,7 +154,7 @@ def _parameter_bytes(
         yield from found.add(Category.HIGH_PRECISION, weight)
     if parameter.grad is not None:
         yield from found.add(Category.GRADIENTS, local(parameter.grad))
-    for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
+    for key, value in state.items():
         category = STATE_CATEGORIES.get(str(key), Category.OTHER_STATE)
         for tensor in _tensors(value):
             yield from found.add(category, tensor)
@@ -142,10 +173,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, name))
     else:
         yield value
-
-
-def _owned_by_engine(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Category, Tensor]]:
-    owners: tuple[object, ...] = (*model.modules(), optimizer)
-    for owner in owners:
-        if isinstance(owner, HoldsMemory):
-            yield from owner.memory_tensors()

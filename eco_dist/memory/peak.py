@@ -11,8 +11,7 @@ the compute dtype, R its reduce-scatter's input and S this rank's part of the re
   weight; it ends with G. Then P is freed and G is copied into R, of which S remains.
 * The optimizer's step finds S of all units; a fused kernel adds nothing.
 
-Other engines are built from the same parts, and are not verified: DDP-like engines keep whole gradients, ZeRO its
-buckets.
+A single process keeps whole gradients. DeepSpeed is in `peak_zero.py`.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from eco_dist.memory.categories import Category
 from eco_dist.memory.layouts.base import Layout
 from eco_dist.memory.layouts.fsdp import local_count, local_shape, parts
 from eco_dist.memory.mesh import Mesh
+from eco_dist.memory.peak_zero import ZeroStep
 from eco_dist.memory.report import Moment
 from eco_dist.memory.tensors import ModelShape, ModelTensor
-
-REDUCE_BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's `reduce_bucket_size` and `allgather_bucket_size`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +75,8 @@ def timeline(
         batch: what a rank computes; None, or a model without known layers, leaves activations out.
         in_backward: whether weights are stepped as soon as their gradient is there (`step_in_backward`).
     """
+    if layout.zero is not None:
+        return tuple(ZeroStep(model, layout, mesh, batch).moments())
     units: dict[str, list[ModelTensor]] = {"": []}
     for tensor in model.tensors:
         units.setdefault(tensor.unit, []).append(tensor)
@@ -194,18 +193,11 @@ class _Step:
             bytes={
                 Category.GRADIENTS: gradients,
                 Category.UNSHARDED: unsharded,
-                Category.COMMUNICATION: communication + self._buckets(),
+                Category.COMMUNICATION: communication,
                 Category.ACTIVATIONS: activations,
                 Category.TEMPORARIES: temporaries,
             },
         )
-
-    def _buckets(self) -> int:
-        """DeepSpeed's buckets, in 16 bits, no larger than the model."""
-        if not self.layout.name.startswith("zero") or self.mesh.shards == 1:
-            return 0
-        elements = sum(unit.weights for unit in (self.root, *self.blocks)) // 2
-        return 2 * min(REDUCE_BUCKET_ELEMENTS, elements)
 
     def _kept(self, layer: int) -> int:
         """Activations of the blocks before this one."""

@@ -14,7 +14,7 @@ from torch import nn
 from eco_dist.memory.activations import Batch, TransformerShape
 from eco_dist.memory.baselines import Baseline, resolve
 from eco_dist.memory.categories import NOT_A_WEIGHTS, Category
-from eco_dist.memory.layouts import Entry, Layout, combine, layout_of
+from eco_dist.memory.layouts import Entry, Layout, ZeroOptions, combine, layout_of
 from eco_dist.memory.mesh import Mesh
 from eco_dist.memory.peak import timeline
 from eco_dist.memory.report import Holding, MemoryReport, Moment, RankMemory, TensorMemory, tensor_entries
@@ -24,6 +24,8 @@ from eco_dist.recipe import Recipe
 from eco_dist.weights import DEFAULT_SKIP
 
 OPTIMIZERS = ("adamw", "sgd")
+WITH_EXPERTS = ("fsdp2", "zero1", "zero2")
+"""Engines with expert parallelism; DeepSpeed refuses its own MoE layer at stage 3."""
 
 
 def plan(
@@ -39,6 +41,7 @@ def plan(
     plain: str = "fp32",
     transformer: TransformerShape | None = None,
     batch: Batch | None = None,
+    zero: ZeroOptions | None = None,
 ) -> MemoryReport:
     """Memory of a model before it is converted, for every rank.
 
@@ -54,20 +57,21 @@ def plan(
         plain: see `quantize_weights_`.
         transformer: shape of its layers; None leaves activations out of the timeline.
         batch: what a rank computes at a time; None leaves the timeline out.
+        zero: keys of the DeepSpeed JSON for engines `zero0` to `zero3`; None for their defaults.
 
     Raises:
         ValueError: for an unknown engine, recipe or optimizer, or a world size the engine cannot have.
     """
     shape = module_shape(model, resolve(recipe), skip=skip, also_skip=also_skip, plain=plain, transformer=transformer)
     mesh = mesh_for(engine, world_size, shards=shards)
-    return plan_shape(shape, engine=engine, mesh=mesh, optimizer=optimizer, batch=batch)
+    return plan_shape(shape, engine=engine, mesh=mesh, optimizer=optimizer, batch=batch, zero=zero)
 
 
-def mesh_for(engine: str, world_size: int, *, shards: int | None = None, ep: int = 1) -> Mesh:
+def mesh_for(engine: str, world_size: int, *, shards: int | None = None, ep: int = 1, tp: int = 1) -> Mesh:
     """The mesh of an engine.
 
     Raises:
-        ValueError: for an unknown engine, or a world size it cannot have.
+        ValueError: for an unknown engine, a world size or a kind of parallelism it cannot have.
     """
     layout = layout_of(engine)
     if world_size < 1 or (layout.one_rank and world_size != 1):
@@ -75,6 +79,15 @@ def mesh_for(engine: str, world_size: int, *, shards: int | None = None, ep: int
     if shards not in (None, world_size) and engine != "fsdp2":
         raise ValueError(
             f"expected engine 'fsdp2' for fewer shards than ranks (HSDP), got '{engine}' with {shards} shards"
+        )
+    if ep > 1 and engine not in WITH_EXPERTS:
+        raise ValueError(
+            f"expected engine {', '.join(WITH_EXPERTS)} for expert parallelism, got '{engine}' with ep {ep}; "
+            "set ep to 1"
+        )
+    if tp != 1:
+        raise ValueError(
+            f"expected tp 1, got {tp}: no engine here has tensor parallelism of quantized weights; use more shards"
         )
     return Mesh(world_size=world_size, shards=world_size if shards is None else shards, ep=ep)
 
@@ -88,6 +101,7 @@ def plan_shape(
     batch: Batch | None = None,
     in_backward: bool = False,
     budget: int | None = None,
+    zero: ZeroOptions | None = None,
 ) -> MemoryReport:
     """Memory of a model that is known by its shapes.
 
@@ -99,20 +113,23 @@ def plan_shape(
         batch: what a rank computes at a time; None leaves the timeline out.
         in_backward: whether weights are stepped in backward.
         budget: bytes a device has.
+        zero: keys of the DeepSpeed JSON; None for their defaults.
 
     Raises:
         ValueError: for an unknown engine or optimizer, or experts that do not divide by the mesh's `ep`.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"expected optimizer to be one of {', '.join(OPTIMIZERS)}, got '{optimizer}'")
-    layout = layout_of(engine)
+    if in_backward and engine not in ("single", "fsdp2"):
+        raise ValueError(f"expected engine single or fsdp2 for stepping in backward, got '{engine}'; leave it out")
+    layout, second_moment = layout_of(engine, zero), optimizer == "adamw"
     replicated = [entry for b in model.buffers for entry in tensor_entries(b.name, [(Category.BUFFERS, b.bytes)])]
-    replicated += layout.replicated(model.tensors, mesh)
+    replicated += layout.replicated(model.tensors, mesh, second_moment)
     if model.folds_layers:
         replicated = _folded(replicated)
     moments = timeline(model, layout, mesh, batch, in_backward=in_backward) if batch is not None else ()
     by_position: list[Holding] = []
-    for start, stop, entries in combine(layout.pools(model.tensors, mesh, optimizer == "adamw"), mesh.shards):
+    for start, stop, entries in combine(layout.pools(model.tensors, mesh, second_moment), mesh.shards):
         by_position += [_holding(entries, replicated, moments, fold=model.folds_layers)] * (stop - start)
     return MemoryReport(
         source="planned",
@@ -158,8 +175,9 @@ def _folded(tensors: Sequence[TensorMemory]) -> list[TensorMemory]:
 def _assumptions(
     model: ModelShape, layout: Layout, mesh: Mesh, batch: Batch | None, optimizer: str, *, in_backward: bool
 ) -> list[str]:
-    is_verified = layout.is_verified and mesh.ep == 1
-    verified = "verified against live ranks" if is_verified else "NOT yet verified against live ranks"
+    verified = "verified against live ranks"
+    if layout.unverified:
+        verified += f" but for {layout.unverified}"
     said = [f"static bytes: formula per tensor, optimizer {optimizer}, layout of engine '{layout.name}' {verified}"]
     said.append("a CUDA context, the allocator's fragmentation and libraries' workspaces are not included")
     if batch is None:

@@ -27,6 +27,7 @@ class ModelTensor:
         trainable: whether it has gradient and state.
         is_expert: whether expert parallelism cuts it along dimension 0.
         count: equal tensors this one stands for (experts kept apart).
+        group: parameter group of the user's optimizer; ZeRO 1 and 2 lay each out by itself.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ModelTensor:
     trainable: bool = True
     is_expert: bool = False
     count: int = 1
+    group: int = 0
 
     @property
     def elements(self) -> int:

@@ -9,11 +9,12 @@ taken a step before.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.fsdp import FSDPModule
@@ -68,21 +69,38 @@ class StepTracker:
             )
         if not optimizer.state:
             raise ValueError("expected an optimizer that has taken a step, got a fresh one; track a later step")
-        self.timeline: tuple[Moment, ...] = ()
-        self._samples: list[tuple[str, int, dict[object, int]]] = []
-        self._stepping = False
-        self._hooks = [
+        self._begin()
+        self._hooks += [
             optimizer.register_step_pre_hook(lambda *_: self._set_stepping(True)),
             optimizer.register_step_post_hook(lambda *_: self._set_stepping(False)),
         ]
-        tracker: Any
         if isinstance(model, FSDPModule):
-            tracker = _sampling(FSDPMemTracker, self._sample)(model, optimizer)
-            tracker.track_inputs(())
+            self._tracker = _sampling(FSDPMemTracker, self._sample)(model, optimizer)
+            self._tracker.track_inputs(())
         else:
-            tracker = _sampling(MemTracker, self._sample)()
-            tracker.track_external(model, optimizer)
-        self._tracker = tracker
+            self._tracker = _sampling(MemTracker, self._sample)()
+            self._tracker.track_external(model, optimizer)
+
+    @classmethod
+    def of_tensors(cls, tensors: Iterable[Tensor]) -> StepTracker:
+        """A tracker for an engine that owns its tensors, as `HoldsMemory` lists them.
+
+        Args:
+            tensors: everything that is static; what the step adds to it is its transients.
+        """
+        tracker = cls.__new__(cls)
+        tracker._begin()
+        tracker._is_owned = True
+        tracker._tracker = _sampling(MemTracker, tracker._sample)()
+        tracker._tracker.track_external(*tensors)
+        return tracker
+
+    def _begin(self) -> None:
+        self.timeline: tuple[Moment, ...] = ()
+        self._samples: list[tuple[str, int, dict[object, int]]] = []
+        self._stepping = False
+        self._is_owned = False  # by an engine: no optimizer says when it steps
+        self._hooks: list[Any] = []
 
     def __enter__(self) -> StepTracker:
         """Begin the step."""
@@ -111,13 +129,20 @@ class StepTracker:
                 if kind != "Total":
                     kinds[kind] = kinds.get(kind, 0) + count
         in_backward = torch._C._current_graph_task_id() != -1
+        if self._is_owned and not in_backward and self._samples and self._samples[-1][0] != "forward":
+            self._stepping = True  # an engine reduces and steps once backward is over
         phase = "optimizer step" if self._stepping else "backward" if in_backward else "forward"
         self._samples.append((phase, sum(kinds.values()), kinds))
 
     def _moments(self) -> list[Moment]:
-        """The highest sample of each stretch of each phase, in order; static bytes are those of the lowest sample."""
+        """The highest sample of each stretch of each phase, in order; static bytes are those of the lowest sample.
+
+        An engine's are those of the first, since its tensors were all named.
+        """
         static_kinds = {kind for _, _, kinds in self._samples for kind in kinds if kind not in _KINDS}
         static = min(sum(kinds.get(kind, 0) for kind in static_kinds) for _, _, kinds in self._samples)
+        if self._is_owned:
+            static = self._samples[0][1]
         moments = []
         for phase in ("forward", "backward", "optimizer step"):
             samples = [sample for sample in self._samples if sample[0] == phase]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from eco_dist import Recipe
 from tests.distributed import ranks
 from tests.distributed.models import batch, loss_of
 
@@ -36,11 +37,11 @@ def prepare_rank() -> None:
     logger.setLevel("ERROR")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # saves half a minute of compiling
     deepspeed.get_accelerator().is_fp16_supported = lambda: True  # slow where the processor has no fp16, but right
-    _forget_groups()
+    forget_groups()
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
 
 
-def _forget_groups() -> None:
+def forget_groups() -> None:
     """DeepSpeed keeps process groups in module globals, and numbers modules and parameters by process.
 
     Those groups are gone, and the workers of the tests have not all built as many engines.
@@ -75,6 +76,11 @@ def config(stage: int, dtype: str = "fp32", **extra: Any) -> dict[str, Any]:
     if dtype != "fp32":
         result[dtype] = {"enabled": True}
     return {**result, **extra}
+
+
+def recipe_of(eco: dict[str, Any]) -> Recipe:
+    """What the `eco` section of a JSON stands for."""
+    return Recipe.from_name(eco["recipe"]).replace(**eco.get("overrides", {}))
 
 
 def engine_of(model: nn.Module, json: dict[str, Any], **arguments: Any) -> Any:
@@ -127,9 +133,9 @@ SHAPES = {
 class Probes(nn.Module):
     """Weights of many shapes; the gradient of each is chosen, whatever the engine."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]] = SHAPES, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.probes = nn.ModuleDict({name: Probe(shape) for name, shape in shapes.items()})
         self.shapes = dict(shapes)
 

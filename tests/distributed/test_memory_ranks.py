@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,11 +11,17 @@ from torch import Tensor, nn
 from eco_dist import ECOAdamW, measure, plan, shard_model
 from eco_dist.memory import Category, MasterCopyError, MemoryReport
 from eco_dist.memory.activations import Batch
+from eco_dist.memory.baselines import resolve
+from eco_dist.memory.plan import mesh_for, plan_shape
+from eco_dist.memory.tensors import module_shape
 from eco_dist.memory.track import StepTracker
 from eco_dist.models import Llama, llama_config, next_token_loss
 from eco_dist.training.memory_report import transformer_shape
+from eco_dist.weights import DEFAULT_SKIP
 from tests.distributed.models import build, train
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_moe_parallel import Net as MoENet
+from tests.distributed.test_moe_parallel import loss_of as moe_loss
 
 PEAKS = {
     "activations": ("tiny", 4, 64, "fp32"),
@@ -57,6 +65,29 @@ def tied_weights(world: int) -> list[bool]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_tied_weights_and_buffers(world: int) -> None:
     assert run_ranks(world, tied_weights, world) == [[True] * world] * world
+
+
+def uneven_experts(recipe: str, expert_parallel: int) -> list[bool]:
+    """6 experts of 19 rows: with two ranks for each half, one has 29 rows and the other 28."""
+    torch.manual_seed(0)
+    model = MoENet(experts=6, hidden=19)
+    whole = module_shape(model, resolve(recipe), skip=DEFAULT_SKIP)
+    tensors = tuple(dataclasses.replace(tensor, is_expert=".experts." in tensor.name) for tensor in whole.tensors)
+    world = torch.distributed.get_world_size()
+    mesh = mesh_for("fsdp2", world, ep=expert_parallel)
+    planned = plan_shape(dataclasses.replace(whole, tensors=tensors), engine="fsdp2", mesh=mesh)
+    shard_model(model, recipe, expert_parallel=expert_parallel)
+    optimizer = ECOAdamW(model.parameters(), lr=1e-3)
+    moe_loss(model, torch.arange(9)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    measured = measure(model, optimizer)
+    return [by_tensor(measured, rank) == by_tensor(planned, rank) for rank in range(world)]
+
+
+@pytest.mark.parametrize("expert_parallel", [2, 1])
+def test_uneven_experts(expert_parallel: int) -> None:
+    assert run_ranks(4, uneven_experts, "fp8-8bit", expert_parallel) == [[True] * 4] * 4
 
 
 def peaks(recipe: str, preset: str, sequences: int, length: int, compute: str) -> tuple[int, float]:

@@ -94,16 +94,29 @@ def test_masters_and_residuals_of_a_recipe_are_no_strays(recipe: str) -> None:
 
 
 def test_an_engine_describes_what_it_owns() -> None:
-    class Owner(ECOAdamW):
-        def memory_tensors(self) -> Iterable[tuple[str, Category, Tensor]]:
-            yield "flat", Category.FRAMEWORK, self.buffer
+    class Owner(nn.SiLU):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flat = torch.zeros(WIDTH, WIDTH)
 
-    model, _ = stepped()
-    optimizer = Owner(model.parameters())
-    optimizer.buffer = torch.zeros(WIDTH, WIDTH)
-    assert isinstance(optimizer, HoldsMemory)
-    report = measure(model, optimizer)
-    assert report.ranks[0].by_category()[Category.FRAMEWORK] == 4 * WIDTH * WIDTH
+        def memory_tensors(self) -> Iterable[tuple[str, str, Tensor]]:
+            yield "flat", Category.FRAMEWORK, self.flat[:1]
+            yield "0.weight", "exp_avg", self.flat[1]
+
+        def quantized_weights(self) -> Iterable[tuple[str, int, int]]:
+            return [("elsewhere", 3, 5)]
+
+    model, optimizer = stepped()
+    before = measure(model, optimizer).ranks[0].by_category()
+    model[1] = Owner()
+    assert isinstance(model[1], HoldsMemory)
+    held = measure(model, optimizer, strict=True).ranks[0].by_category()
+    assert held[Category.FRAMEWORK] == 4 * WIDTH
+    assert held[Category.MOMENTS] - before[Category.MOMENTS] == 4 * WIDTH
+    assert held[Category.PADDING] == 4 * WIDTH * (WIDTH - 2)  # what no view covers
+    model[0].__dict__["shadow"] = torch.zeros(5)
+    with pytest.raises(MasterCopyError, match=r"shape \[5\] held by 'shadow'"):
+        measure(model, optimizer, strict=True)
 
 
 def test_the_process_holds_at_least_its_tensors() -> None:

@@ -183,7 +183,9 @@ def test_a_preset_of_the_training_program(capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["memory", "plan", "smoe-nano", "--world-size", "4", "--ep", "2"]) == 0
     printed = capsys.readouterr().out
     assert "experts on 2 x 2" in printed
-    assert "NOT yet verified" in printed
+    assert "verified against live ranks" in printed
+    assert cli.main(["memory", "plan", "nano", "--engine", "fsdp1"]) == 0
+    assert "but for codes, for which this package has no FSDP1 engine yet" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -194,6 +196,8 @@ def test_a_preset_of_the_training_program(capsys: pytest.CaptureFixture[str]) ->
         (["nano", "--budget", "80"], "expected a positive size"),
         (["nano", "--engine", "single", "--world-size", "2"], "expected world_size 1 for engine 'single'"),
         (["mixtral-8x7b", "--ep", "3"], "expected ep to divide the 8 ranks"),
+        (["nano", "--tp", "2"], "expected tp 1, got 2"),
+        (["nano", "--engine", "zero3", "--ep", "2"], "expected engine fsdp2, zero1, zero2 for expert parallelism"),
         (["nano", "--shards", "3"], "expected shards to divide the world size 8, got 3"),
     ],
 )

@@ -4,6 +4,7 @@ Importing this package changes nothing; `install()` does, and `import eco_dist.d
 """
 
 from eco_dist.engines.deepspeed.config import EcoConfig
+from eco_dist.engines.deepspeed.experts import shard_experts
 from eco_dist.engines.deepspeed.install import initialize, install
 
-__all__ = ["EcoConfig", "initialize", "install"]
+__all__ = ["EcoConfig", "initialize", "install", "shard_experts"]

@@ -13,6 +13,7 @@ from deepspeed.runtime.zero import utils as zero_utils
 
 from eco_dist.engines.deepspeed.config import read_config, refuse_unsupported
 from eco_dist.engines.deepspeed.contract import require_contract
+from eco_dist.engines.deepspeed.experts import as_plain_model
 from eco_dist.engines.deepspeed.plan import plan_weights, refuse_quantized, split_optimizer
 from eco_dist.engines.deepspeed.zero3 import ECOZeroOptimizer3
 from eco_dist.engines.deepspeed.zero12 import ECOZeroOptimizer
@@ -37,6 +38,8 @@ def install() -> None:
         engine._configure_zero_optimizer = _routed(engine._configure_zero_optimizer)
         engine._do_optimizer_sanity_check = _checked(engine._do_optimizer_sanity_check)
         engine._configure_distributed_model = _plain(engine._configure_distributed_model)
+        engine.save_checkpoint = _with_our_experts(engine.save_checkpoint)
+        engine.load_checkpoint = _with_our_experts(engine.load_checkpoint)
 
 
 @functools.wraps(deepspeed.initialize)
@@ -67,6 +70,17 @@ def _plain(original: Any) -> Any:
         return original(self, model)
 
     return configure
+
+
+def _with_our_experts(original: Any) -> Any:
+    """Checkpoints of `MoELayer`s are those of their partitions."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with as_plain_model(self):
+            return original(self, *args, **kwargs)
+
+    return call
 
 
 def _routed(original: Any) -> Any:

@@ -65,6 +65,12 @@ class Replicas:
             self._everyone = self._layout.empty(self._group.size(), self.own.device)
         all_gather_runs(self._everyone, self.own, self._group)
 
+    def others(self) -> list[Tensor]:
+        """Runs of the other ranks that are here now."""
+        if self._everyone is None:
+            return []
+        return [run for rank, run in enumerate(self._everyone) if rank != self._group.rank()]
+
     def drop(self) -> None:
         """Free what others hold, unless it is to stay."""
         if not self._resident:

@@ -31,6 +31,7 @@ class WorkingCopy(abc.ABC):
 
     Attributes:
         parameters: the quantized parameters.
+        replicas: the codes, one entry for each process group.
         is_stale: set when codes were changed outside the step, on all ranks; the next forward brings them to all.
     """
 
@@ -46,7 +47,7 @@ class WorkingCopy(abc.ABC):
             decode: writes a parameter's stored values over a tensor, from gathered codes.
         """
         self.parameters = tuple(parameters)
-        self._replicas = replicas
+        self.replicas = replicas
         self._decode = decode
         self._filled: set[int] = set()
         for parameter in self.parameters:
@@ -93,10 +94,10 @@ class WorkingCopy(abc.ABC):
         if self.is_stale:
             self.after_update()
         if not self.is_filled:
-            for replica in self._replicas:
+            for replica in self.replicas:
                 replica.gather()
             self.fill(self.parameters)
-            for replica in self._replicas:
+            for replica in self.replicas:
                 replica.drop()
 
     def fill(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -198,7 +199,7 @@ class Replica(WorkingCopy):
         """Collect the codes of all ranks."""
         self.is_stale = False
         self.release()
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.gather()
 
     def before_state_dict(self) -> None:

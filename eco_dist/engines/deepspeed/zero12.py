@@ -7,7 +7,7 @@ what a partition is made of, the step, and the all-gather.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from eco_dist.engines.deepspeed.checkpoint12 import Checkpoint12
 from eco_dist.engines.deepspeed.common import clip_factor, is_bad, refuse_moving, report_bad_gradients
 from eco_dist.engines.deepspeed.layout import runs_of_flat
+from eco_dist.engines.deepspeed.memory import Described, ZeroMemory
 from eco_dist.engines.deepspeed.plan import WeightPlan
 from eco_dist.engines.deepspeed.replicas import Location, Replicas
 from eco_dist.engines.deepspeed.shards import ShardOptimizer, WeightShard
@@ -135,6 +136,14 @@ class ECOZeroOptimizer(Checkpoint12):
         replicas.decode_into(location, out)
 
     offload_states = reload_states = refuse_moving
+
+    def memory_tensors(self) -> Iterable[Described]:
+        """Every tensor held between steps, for the memory report."""
+        return ZeroMemory(self, self._module).memory_tensors()
+
+    def quantized_weights(self) -> Iterable[tuple[str, int, int]]:
+        """Sizes of the weights that are codes, for the memory report."""
+        return ZeroMemory(self, self._module).quantized_weights()
 
     # --- the step ---------------------------------------------------------------------------------------------------
 

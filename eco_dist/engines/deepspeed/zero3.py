@@ -6,6 +6,7 @@ of, how it is gathered, the step, and when the buffer of gradient partitions exi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from eco_dist.engines.deepspeed.checkpoint3 import Checkpoint3
 from eco_dist.engines.deepspeed.common import clip_factor, is_bad, refuse_moving, report_bad_gradients
+from eco_dist.engines.deepspeed.memory import Described, ZeroMemory
 from eco_dist.engines.deepspeed.partitions import Binder, Partition
 from eco_dist.engines.deepspeed.plan import WeightPlan
 from eco_dist.engines.deepspeed.shards import ShardOptimizer
@@ -99,6 +101,14 @@ class ECOZeroOptimizer3(Checkpoint3):
         """Nothing: DeepSpeed would only allocate gradients here and free them again."""
 
     offload_states = reload_states = refuse_moving
+
+    def memory_tensors(self) -> Iterable[Described]:
+        """Every tensor held between steps, for the memory report."""
+        return ZeroMemory(self, self.module).memory_tensors()
+
+    def quantized_weights(self) -> Iterable[tuple[str, int, int]]:
+        """Sizes of the weights that are codes, for the memory report."""
+        return ZeroMemory(self, self.module).quantized_weights()
 
     # --- gradients --------------------------------------------------------------------------------------------------
 

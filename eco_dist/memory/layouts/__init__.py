@@ -2,5 +2,6 @@
 
 from eco_dist.memory.layouts.base import ENGINES, Layout, layout_of
 from eco_dist.memory.layouts.pools import Entry, Pool, Segment, combine
+from eco_dist.memory.layouts.zero import ZeroOptions
 
-__all__ = ["ENGINES", "Entry", "Layout", "Pool", "Segment", "combine", "layout_of"]
+__all__ = ["ENGINES", "Entry", "Layout", "Pool", "Segment", "ZeroOptions", "combine", "layout_of"]

@@ -29,7 +29,7 @@ def fsdp2(tensors: Sequence[ModelTensor], mesh: Mesh, second_moment: bool) -> li
 
 
 def fsdp1(tensors: Sequence[ModelTensor], mesh: Mesh, second_moment: bool) -> list[Pool]:
-    """FSDP1: one flat parameter for each wrapped module and storage, padded to the ranks.
+    """FSDP1 with `use_orig_params=False`: a flat parameter for each wrapped module and storage, padded to the ranks.
 
     Codes are cut between blocks of 128, so that no scale group is.
     """
@@ -113,7 +113,8 @@ def _flat(unit_name: str, members: list[ModelTensor], mesh: Mesh, second_moment:
     chunk = math.ceil(units / positions)
 
     def describe(member: ModelTensor, held: int, room: int) -> Bytes:
-        local = (held, *shape[1:])
+        units = held if member.storage.is_quantized else room  # FSDP1 pads its shards and steps the padding
+        local = (units, *shape[1:])
         result = member.storage.weight(local)
         padded = sum(number for _, number in member.storage.weight((room, *shape[1:])))
         result.append((Category.PADDING, padded - sum(number for _, number in result)))

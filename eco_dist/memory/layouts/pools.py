@@ -23,6 +23,9 @@ from eco_dist.memory.tensors import ModelTensor
 Describe = Callable[[ModelTensor, int, int], Bytes]
 """Bytes of a run of units of a tensor, stored with room for so many."""
 
+Rest = Callable[[int], Bytes]
+"""Bytes of a position's units that no tensor fills."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -53,6 +56,7 @@ class Pool:
         parts: positions.
         chunk: units a position has room for.
         describe: bytes of a run of units.
+        rest: bytes of units that are left over at a position of several tensors; None if they take none.
         spread: neighbouring positions of the mesh that have the same place in this pool: `ep` for experts, else 1.
         times: equal pools this one stands for.
     """
@@ -62,6 +66,7 @@ class Pool:
     parts: int
     chunk: int
     describe: Describe
+    rest: Rest | None = None
     spread: int = 1
     times: int = 1
 
@@ -71,9 +76,17 @@ class Pool:
             ranges = self._of_one_tensor()
         else:
             ranges = ((part, part + 1, runs) for part, runs in enumerate(self._of_several()))
+        made: dict[tuple[int, int], Entry] = {}  # most positions hold equal runs
         for start, stop, runs in ranges:
-            entries = tuple(self._entry(tensor, units) for tensor, units in runs)
-            yield Segment(start * self.spread, stop * self.spread, entries)
+            entries = []
+            for tensor, units in runs:
+                key = (id(tensor), units)
+                made[key] = made[key] if key in made else self._entry(tensor, units)
+                entries.append(made[key])
+            free = self.chunk - sum(units for _, units in runs)
+            if self.rest is not None and free:
+                entries.append(_padding(self.rest(free)))
+            yield Segment(start * self.spread, stop * self.spread, tuple(entries))
 
     def _of_one_tensor(self) -> Iterator[tuple[int, int, list[tuple[ModelTensor, int]]]]:
         tensor, units = self.members[0]
@@ -108,6 +121,11 @@ class Pool:
             is_quantized=tensor.storage.is_quantized,
             elements=units * self.unit * self.times,
         )
+
+
+def _padding(counts: Bytes) -> Entry:
+    memory = tuple(tensor_entries("flat partitions", counts))
+    return Entry(tensor="flat partitions", memory=memory, is_quantized=False, elements=0)
 
 
 def combine(pools: Sequence[Pool], positions: int) -> Iterator[tuple[int, int, list[Entry]]]:

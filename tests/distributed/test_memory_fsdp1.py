@@ -1,0 +1,50 @@
+"""PyTorch's first FSDP: what a rank holds of its flat parameters is planned to the byte, for ordinary AdamW."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from eco_dist import measure, plan
+from tests.distributed.models import Block, batch, build, loss_of
+from tests.distributed.ranks import run_ranks
+
+
+def differences(strategy: str, mixed: bool, is_tied: bool) -> list[dict[str, tuple[int, int]]]:
+    """Categories whose planned and measured bytes differ, rank by rank."""
+    model: nn.Module = build()
+    if is_tied:
+        model.head.weight = model.embed.weight
+    world = dist.get_world_size()
+    planned = plan(model, "fp32-master", engine="fsdp1", world_size=world)
+    model = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[strategy],
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16) if mixed else None,
+        device_id=torch.device("cpu"),
+        use_orig_params=False,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(2):
+        loss_of(model, batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    result = []
+    for one, other in zip(planned.ranks, measure(model, optimizer).ranks, strict=True):
+        held, found = one.by_category(), other.by_category()
+        counts = {kind.value: (held.get(kind, 0), found.get(kind, 0)) for kind in {*held, *found}}
+        result.append({kind: pair for kind, pair in counts.items() if pair[0] != pair[1]})
+    return result
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("strategy", "mixed", "is_tied"),
+    [("FULL_SHARD", False, False), ("FULL_SHARD", True, True), ("SHARD_GRAD_OP", True, False)],
+)
+def test_every_rank_holds_what_was_planned(world: int, strategy: str, mixed: bool, is_tied: bool) -> None:
+    for ranks in run_ranks(world, differences, strategy, mixed, is_tied):
+        assert not any(ranks)
