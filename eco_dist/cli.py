@@ -12,12 +12,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.table import Table
 
 from eco_dist.cli_memory import Memory
+from eco_dist.cli_studies import Bench, Experiment
 from eco_dist.terminal import console, is_first_rank
 
 __all__ = ["main"]
@@ -35,17 +36,27 @@ class Train:
         config: YAML file of the run; without it every key has its default.
         overrides: changes to it, as section.key=value, such as recipe=fp8-8bit run.steps=100.
         memory_report: directory for the full memory report of the run: every rank, and a step's timeline.
+        dry_run: check the run and print what it would be, and its DeepSpeed JSON, without the cluster or the text.
+        ranks: how many ranks to check it for; default engine.ranks, or 1.
     """
 
     config: Path | None = None
     overrides: tyro.conf.Positional[tuple[str, ...]] = ()
     memory_report: Path | None = None
+    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
+    ranks: int | None = None
 
     def run(self) -> None:
         """Load the configuration and train."""
         from eco_dist.training import load_config, train
 
-        train(load_config(self.config, self.overrides), memory_report=self.memory_report)
+        config = load_config(self.config, self.overrides)
+        if self.dry_run:
+            from eco_dist.training.dry_run import dry_run
+
+            dry_run(config, self.ranks or config.engine.ranks or 1).print(console())
+        else:
+            train(config, memory_report=self.memory_report)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,102 +100,13 @@ class Recipes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """Repeat a study of the docs; what of it is finished in the directory is not done again.
-
-    Args:
-        name: `finetune`: every recipe on the same trained weights (docs/convergence.md). `injection`: every form of
-            injection through restarts, jumps of the learning rate and idle rows (docs/injection.md).
-        directory: where its runs go; default runs/NAME.
-        seeds: seeds to run.
-    """
-
-    name: tyro.conf.Positional[Literal["finetune", "injection"]]
-    directory: Path | None = None
-    seeds: tuple[int, ...] = (0, 1)
-
-    def run(self) -> None:
-        """Run the study and print its table."""
-        from eco_dist.experiments import finetune, injection, injection_figures
-
-        directory = self.directory or Path("runs") / self.name
-        if self.name == "finetune":
-            console().print(finetune.run(directory, seeds=self.seeds).table())
-        else:
-            result = injection.run(directory, seeds=self.seeds)
-            console().print(result.table())
-            for file in injection_figures.draw(result, directory):
-                print(file)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Measure against what it replaces, in one process; results are ratios.
-
-    Args:
-        what: `step`: the optimizer step under each recipe. `scaling`: the same over sizes and threads. `e2e`: training
-            steps beside fp32 master weights (FSDP2 under torchrun). `cold`: import and first step in fresh processes.
-        elements: parameters of the weight that is stepped (`step`).
-        rounds: rounds of all cases in turn.
-        threads: threads torch and the kernel may use; None leaves torch's choice.
-        peers: optimizers of other packages too, where they are installed (`step`); some compile for minutes first.
-        preset: model that is trained (`e2e`).
-        json: write the results into this file.
-        plot: draw them into this file (`scaling`).
-    """
-
-    what: tyro.conf.Positional[Literal["step", "scaling", "e2e", "cold"]] = "step"
-    elements: int = 1 << 24
-    rounds: int = 9
-    threads: int | None = None
-    peers: bool = False
-    preset: str = "small"
-    json: Path | None = None
-    plot: Path | None = None
-
-    def run(self) -> None:
-        """Measure and print."""
-        import json
-        from dataclasses import asdict
-
-        import torch
-
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        results, table = self._measured()
-        if not is_first_rank():
-            return
-        console().print(table)
-        if self.json is not None:
-            content = {"what": self.what, "rounds": self.rounds, "results": [asdict(result) for result in results]}
-            self.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-    def _measured(self) -> tuple[Sequence[Any], Table]:
-        from eco_dist.bench import cold, end_to_end, scaling, step
-
-        if self.what == "cold":
-            starts = cold.run(rounds=self.rounds)
-            return starts, cold.table(starts)
-        if self.what == "e2e":
-            steps = end_to_end.run(preset=self.preset, rounds=self.rounds)
-            return steps, end_to_end.table(steps)
-        if self.what == "scaling":
-            points = scaling.run(rounds=self.rounds)
-            if self.plot is not None:
-                scaling.plot(points, self.plot)
-            return points, scaling.table(points)
-        timings = step.run(elements=self.elements, rounds=self.rounds, peers=self.peers)
-        return timings, step.table(timings, elements=self.elements)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Export:
     """Write the weights of a checkpoint as safetensors files that other tools read.
 
     Args:
         checkpoint: folder of a checkpoint, or of a run, of which the newest one is taken.
         target: empty folder for the files.
-        format: `fp32`, `bf16`, or `compressed-tensors` (E4M3 with scales).
+        format: `fp32`, `bf16`; `compressed-tensors`, `hf-fp8` (E4M3 with scales); `dcp` (fp32 masters and moments).
         virtual: write the weight without the rounding errors pending in the momentum (`fp32`, `bf16`).
         force: allow `virtual` after rounding to nearest, where it does harm.
         config: a Hugging Face config.json to put beside the weights.
@@ -192,7 +114,7 @@ class Export:
 
     checkpoint: tyro.conf.Positional[Path]
     target: tyro.conf.Positional[Path]
-    format: Literal["fp32", "bf16", "compressed-tensors"] = "bf16"
+    format: Literal["fp32", "bf16", "compressed-tensors", "hf-fp8", "dcp"] = "bf16"
     virtual: bool = False
     force: bool = False
     config: Path | None = None

@@ -26,11 +26,11 @@ def exchange(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> tuple[T, list[T]]:
+def agreed(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Do something on every rank; if it fails on one it fails on all, with the same sentence. Collective.
 
     Returns:
-        This rank's result, and those of all ranks.
+        This rank's result.
     """
     result: T | None = None
     failure = None
@@ -39,9 +39,14 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> t
     except (OSError, ValueError) as error:
         kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
         failure = (kind, str(error))
-    answers = exchange((result, failure), group)
-    for rank, (_, failed) in enumerate(answers):
+    failures = exchange(failure, group)
+    for rank, failed in enumerate(failures):
         if failed is not None:
             kind, message = failed
-            raise kind(message if len(answers) == 1 else f"rank {rank}: {message}")
-    return answers[own_rank()][0], [answer[0] for answer in answers]  # type: ignore[return-value, misc]
+            raise kind(message if len(failures) == 1 else f"rank {rank}: {message}")
+    return result  # type: ignore[return-value]
+
+
+def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """As `agreed`; the results of all ranks."""
+    return exchange(agreed(work, group), group)

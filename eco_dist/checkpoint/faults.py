@@ -1,8 +1,9 @@
 """Named points at which a test makes a process fail; in ordinary runs they do nothing.
 
 ``ECO_DIST_FAULT="save:before-rename:kill:1"`` ends rank 1 with SIGKILL when it comes to that point, ``...:raise:1``
-lets it meet a full disk there, ``...:term:1`` sends it SIGTERM. Without a rank, all ranks fail. With a path in
-``ECO_DIST_FAULT_ONCE`` it happens once: the file is made then, and a restarted process passes.
+lets it meet a full disk there, ``...:term:1`` sends it SIGTERM, ``...:stop:1`` SIGSTOP, so that it hangs. Without a
+rank, all ranks fail. Several faults stand with commas between. With a path in ``ECO_DIST_FAULT_ONCE`` each is once:
+``PATH-0``, ``PATH-1``, ... are made then, and a restarted process passes.
 """
 
 from __future__ import annotations
@@ -14,30 +15,38 @@ from pathlib import Path
 
 VARIABLE = "ECO_DIST_FAULT"
 ONCE = "ECO_DIST_FAULT_ONCE"
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 
 
 def point(name: str) -> None:
     """A place with a name; fails here if the environment says so."""
-    wanted = os.environ.get(VARIABLE)
-    if not wanted:
-        return
-    where, action, rank = _parse(wanted)
-    if where != name or rank not in (None, int(os.environ.get("RANK", "0"))):
-        return
-    done = os.environ.get(ONCE)
-    if done:
-        if Path(done).exists():
-            return
-        Path(done).touch()
+    for number, wanted in enumerate(filter(None, os.environ.get(VARIABLE, "").split(","))):
+        where, action, rank = _parse(wanted)
+        if where == name and rank in (None, int(os.environ.get("RANK", "0"))) and _strikes(number):
+            _fail(name, action)
+
+
+def _strikes(number: int) -> bool:
+    once = os.environ.get(ONCE)
+    if not once:
+        return True
+    mark = Path(f"{once}-{number}")
+    if mark.exists():
+        return False
+    mark.touch()
+    return True
+
+
+def _fail(name: str, action: str) -> None:
     if action == "raise":
         raise OSError(errno.ENOSPC, f"no space left on device (injected at {name})")
-    os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGTERM)
+    os.kill(os.getpid(), _SIGNALS[action])
 
 
 def _parse(text: str) -> tuple[str, str, int | None]:
     parts = text.split(":")
     rank = int(parts.pop()) if parts[-1].isdigit() else None
     action = parts.pop()
-    if action not in ("kill", "term", "raise"):
-        raise ValueError(f"expected {VARIABLE} to be POINT:kill|term|raise[:RANK], got {text!r}")
+    if action not in ("raise", *_SIGNALS):
+        raise ValueError(f"expected {VARIABLE} to be POINT:kill|term|stop|raise[:RANK], got {text!r}")
     return ":".join(parts), action, rank

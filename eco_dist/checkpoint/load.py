@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,21 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from eco_dist.checkpoint.collective import own_rank, together
-from eco_dist.checkpoint.manifest import LATEST, MANIFEST, CheckpointError, Manifest, StoredTensor, verify
-from eco_dist.checkpoint.pieces import Description, ParameterRecord, Piece, clean, describe
+from eco_dist.checkpoint.collective import agreed, own_rank, together
+from eco_dist.checkpoint.holders import Holder, holder_of, named_parameters
+from eco_dist.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    CheckpointCorruptError,
+    CheckpointError,
+    Manifest,
+    Run,
+    StoredTensor,
+    verify,
+)
+from eco_dist.checkpoint.pieces import SCALARS, Description, ParameterRecord, Piece, describe
 from eco_dist.checkpoint.write import checkpoints
 from eco_dist.optim import ECOOptimizer
-from eco_dist.optim.shard import is_quantized, local
 
 
 def latest(root: Path | str) -> Path | None:
@@ -30,7 +39,7 @@ def latest(root: Path | str) -> Path | None:
     return named if named in found else (found[-1] if found else None)
 
 
-def load(path: Path | str, model: nn.Module, optimizer: ECOOptimizer) -> Manifest:
+def load(path: Path | str, model: nn.Module, optimizer: ECOOptimizer | Holder) -> Manifest:
     """Load a checkpoint into a model and its optimizer, whatever wrote it and on however many ranks; collective.
 
     The run goes on bit for bit where the saved one stopped: weights, momenta, step counts, random bits, options of the
@@ -38,25 +47,30 @@ def load(path: Path | str, model: nn.Module, optimizer: ECOOptimizer) -> Manifes
 
     Args:
         path: folder of a checkpoint, or of a run, of which the newest one is taken.
-        model: converted with the recipe of the saved one, whole or sharded by FSDP2.
-        optimizer: its optimizer.
+        model: converted with the recipe of the saved one, whole or sharded by FSDP2; or a DeepSpeed engine.
+        optimizer: its optimizer (`engine.optimizer`).
 
     Raises:
         CheckpointError: there is none, or it does not fit the model; the same sentence on all ranks, nothing changed.
         CheckpointCorruptError: its bytes are not those that were written; likewise.
     """
-    _, chosen = together(lambda: find(Path(path)) if own_rank() == 0 else None)
+    chosen = together(lambda: find(Path(path)) if own_rank() == 0 else None)
     directory = chosen[0]
     assert directory is not None
-    manifest, _ = together(lambda: Manifest.read(directory))
-    together(lambda: _verify_share(directory, manifest))
+    manifest = agreed(lambda: Manifest.read(directory))
+    agreed(lambda: _verify_share(directory, manifest))
+    holder = holder_of(optimizer, model)
     description = describe(model, optimizer)
-    together(lambda: _check(description, manifest))
-    options, _ = together(lambda: _options(model, optimizer, manifest))
-    together(lambda: _read(directory, description.pieces, manifest))
-    _restore(model, optimizer, manifest)
-    for group, values in zip(optimizer.param_groups, options, strict=True):
+    agreed(lambda: _check(description, manifest))
+    options = agreed(lambda: _options(model, holder, manifest))
+    files = agreed(lambda: _open(directory, description.pieces, manifest))
+    _read(description.pieces, manifest, files)
+    _restore_scalars(description, manifest)
+    for group, values in zip(holder.checkpoint_groups(), options, strict=True):
         group.update(values)
+    records = manifest.parameters
+    streams = [(p, number) for n, p in named_parameters(model).items() if (number := records[n].stream) is not None]
+    holder.checkpoint_loaded(manifest.seed, streams)
     return manifest
 
 
@@ -84,6 +98,7 @@ def _check(description: Description, manifest: Manifest) -> None:
     _same_names("parameter", description.records, manifest.parameters)
     for name, record in description.records.items():
         _check_record(name, record, manifest.parameters[name])
+    _check_shared(description, manifest)
     for piece in description.pieces:
         stored = manifest.tensors.get(piece.name)
         if stored is None and torch.Size(piece.shape).numel() == 0:
@@ -126,12 +141,26 @@ def _check_record(name: str, record: ParameterRecord, saved: ParameterRecord) ->
         )
 
 
-def _options(model: nn.Module, optimizer: ECOOptimizer, manifest: Manifest) -> list[dict[str, Any]]:
+def _check_shared(description: Description, manifest: Manifest) -> None:
+    """DeepSpeed steps many parameters as one: they must have taken as many steps."""
+    seen: dict[int, tuple[str, float]] = {}
+    for name, run in description.runs.items():
+        for key in SCALARS & run.state.keys():
+            value = manifest.parameters[name].scalars[key]
+            other, before = seen.setdefault(id(run.state[key]), (name, value))
+            if value != before:
+                raise CheckpointError(
+                    f"expected the same {key} of '{other}' and '{name}', which this engine steps together, got "
+                    f"{before:g} and {value:g} in the checkpoint; load it into the engine that saved it"
+                )
+
+
+def _options(model: nn.Module, holder: Holder, manifest: Manifest) -> list[dict[str, Any]]:
     """Options of each of the optimizer's groups: those its parameters had when they were saved."""
     saved = {name: index for index, group in enumerate(manifest.groups) for name in group["params"]}
-    names = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
     result = []
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(holder.checkpoint_groups()):
         indices = {saved.get(names[id(parameter)]) for parameter in group["params"]}
         options = [manifest.groups[index] for index in sorted(i for i in indices if i is not None)]
         plain = [{key: value for key, value in item.items() if key != "params"} for item in options]
@@ -144,37 +173,46 @@ def _options(model: nn.Module, optimizer: ECOOptimizer, manifest: Manifest) -> l
     return result
 
 
-def _read(directory: Path, pieces: Sequence[Piece], manifest: Manifest) -> None:
+def _open(directory: Path, pieces: Sequence[Piece], manifest: Manifest) -> dict[str, Any]:
+    """The files with what this rank needs, all of which is there in the form that the manifest promises."""
     files: dict[str, Any] = {}
-    for piece in pieces:
-        if piece.tensor.numel():
-            _fill(piece, manifest.tensors[piece.name], directory, files)
-
-
-def _fill(piece: Piece, stored: StoredTensor, directory: Path, files: dict[str, Any]) -> None:
-    """Copy what overlaps of each run."""
-    target = piece.as_stored().view(-1)
-    for run in stored.runs:
-        first, end = max(piece.start, run.start), min(piece.end, run.start + run.count)
-        if first >= end:
-            continue
+    for stored, run, _, _ in _overlaps(pieces, manifest):
         try:
             if run.file not in files:
                 files[run.file] = safe_open(directory / run.file, framework="pt")
-            source: Tensor = files[run.file].get_tensor(run.key).view(-1)
+            got = files[run.file].get_tensor(run.key)  # a view of the mapped file: nothing is read
         except SafetensorError as error:
-            raise CheckpointError(f"expected '{run.key}' in {directory / run.file}, got {error}") from error
+            raise CheckpointCorruptError(f"expected '{run.key}' in {directory / run.file}, got {error}") from error
+        if (got.numel(), got.dtype) != (run.count, getattr(torch, stored.dtype)):
+            raise CheckpointCorruptError(
+                f"expected {run.count} elements of {stored.dtype} as '{run.key}' in {directory / run.file}, got "
+                f"{got.numel()} of {got.dtype}; use another checkpoint"
+            )
+    return files
+
+
+def _read(pieces: Sequence[Piece], manifest: Manifest, files: Mapping[str, Any]) -> None:
+    for _, run, piece, (first, end) in _overlaps(pieces, manifest):
+        source: Tensor = files[run.file].get_tensor(run.key).view(-1)
+        target = piece.as_stored().view(-1)
         target[first - piece.start : end - piece.start].copy_(source[first - run.start : end - run.start])
 
 
-def _restore(model: nn.Module, optimizer: ECOOptimizer, manifest: Manifest) -> None:
-    """Numbers that are no tensors: steps, learning rates seen, streams of random bits, the seed."""
-    for name, parameter in model.named_parameters():
-        record = manifest.parameters[clean(name)]
-        for key, value in record.scalars.items():
-            optimizer.state[parameter][key].fill_(value)
-        if record.stream is not None and is_quantized(parameter):
-            optimizer.set_stream(parameter, record.stream)
-        torch.autograd.graph.increment_version(local(parameter))
-    if manifest.seed is not None:
-        optimizer.seed = manifest.seed
+def _overlaps(
+    pieces: Sequence[Piece], manifest: Manifest
+) -> Iterator[tuple[StoredTensor, Run, Piece, tuple[int, int]]]:
+    """Stored runs that a piece needs elements of, and which ones: first, and behind the last."""
+    for piece in pieces:
+        stored = manifest.tensors[piece.name] if piece.tensor.numel() else None
+        for run in () if stored is None else stored.runs:
+            first, end = max(piece.start, run.start), min(piece.end, run.start + run.count)
+            if first < end:
+                assert stored is not None
+                yield stored, run, piece, (first, end)
+
+
+def _restore_scalars(description: Description, manifest: Manifest) -> None:
+    """State that is one number: steps, learning rates seen."""
+    for name, run in description.runs.items():
+        for key, value in manifest.parameters[name].scalars.items():
+            run.state[key].fill_(value)

@@ -16,24 +16,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
+from eco_dist.checkpoint.holders import Held, Holder, clean, holder_of, is_first, named_parameters
 from eco_dist.numerics import scale_shape
 from eco_dist.numerics.codec import codes_scale_shape, codes_shape
 from eco_dist.numerics.groups import Granularity
 from eco_dist.optim import ECOOptimizer
-from eco_dist.optim.shard import StateKey, first_row, local, reshard
-from eco_dist.optim.state import allocate_state
-from eco_dist.recipe import Recipe
+from eco_dist.optim.shard import StateKey, local
 from eco_dist.weights import QuantizedWeight
 
 SCALE_SUFFIX = "_scale"
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
-"""What activation checkpointing, torch.compile and DDP put into names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,125 +85,110 @@ class ParameterRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """Pieces and records of a model and its optimizer on this rank."""
+    """What this rank holds of a model and its optimizer.
+
+    Attributes:
+        pieces: of all stored tensors.
+        records: of all parameters.
+        runs: of all parameters, as the engine holds them.
+    """
 
     pieces: tuple[Piece, ...]
     records: Mapping[str, ParameterRecord]
+    runs: Mapping[str, Held]
 
 
-def describe(model: nn.Module, optimizer: ECOOptimizer | None = None) -> Description:
-    """The pieces this rank holds of a model, whole or sharded by FSDP2, and of its optimizer.
+def describe(model: nn.Module, optimizer: ECOOptimizer | Holder | None = None) -> Description:
+    """The pieces this rank holds of a model and of its optimizer.
 
     Optimizer state that does not exist yet is made, zero as the first step would find it.
 
+    Args:
+        model: whole, sharded by FSDP2, or that of a DeepSpeed engine.
+        optimizer: its optimizer, or the engine's.
+
     Raises:
         ValueError: if the optimizer steps a parameter that the model does not have.
+        TypeError: if the optimizer cannot say what it holds.
     """
     pieces: list[Piece] = []
     records: dict[str, ParameterRecord] = {}
-    reshard(model)
-    stepped = set() if optimizer is None else {id(p) for g in optimizer.param_groups for p in g["params"]}
-    for name, parameter in model.named_parameters():
-        name = clean(name)
-        state = _state_of(optimizer, parameter) if id(parameter) in stepped else {}
-        stepped.discard(id(parameter))
-        pieces += _parameter_pieces(name, parameter)
-        pieces += _state_pieces(name, parameter, state)
-        records[name] = _record(parameter, state, optimizer)
+    parameters = named_parameters(model)
+    holder = holder_of(optimizer, model)
+    _check_stepped(holder, parameters)
+    runs = holder.checkpoint_runs(parameters)
+    for name, held in runs.items():
+        pieces += pieces_of(name, held)
+        records[name] = _record(held)
     for name, buffer in _persistent_buffers(model):
-        pieces.append(Piece(name=clean(name), shape=tuple(buffer.shape), start=0, tensor=buffer, saved=_is_first()))
-    if stepped:
+        pieces.append(Piece(name=clean(name), shape=tuple(buffer.shape), start=0, tensor=buffer, saved=is_first()))
+    return Description(pieces=tuple(pieces), records=records, runs=runs)
+
+
+def pieces_of(name: str, held: Held) -> list[Piece]:
+    """The pieces of one parameter and its optimizer state, without its scalars."""
+    return [*_parameter_pieces(name, held), *_state_pieces(name, held)]
+
+
+def _check_stepped(holder: Holder, parameters: Mapping[str, Tensor]) -> None:
+    own = {id(parameter) for parameter in parameters.values()}
+    foreign = [p for group in holder.checkpoint_groups() for p in group["params"] if id(p) not in own]
+    if foreign:
         raise ValueError(
-            f"expected an optimizer of this model's parameters, got {len(stepped)} that it does not have; "
+            f"expected an optimizer of this model's parameters, got {len(foreign)} that it does not have; "
             "make the optimizer after sharding, from model.parameters()"
         )
-    return Description(pieces=tuple(pieces), records=records)
 
 
-def clean(name: str) -> str:
-    """A parameter's name without what wrappers add."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def _state_of(optimizer: ECOOptimizer | None, parameter: Tensor) -> dict[str, Tensor]:
-    assert optimizer is not None
-    state = optimizer.state[parameter]
-    if not state:
-        state.update(allocate_state(parameter, second_moment=optimizer.has_second_moment))
-    return cast(dict[str, Tensor], state)
-
-
-def _parameter_pieces(name: str, parameter: Tensor) -> Iterator[Piece]:
-    weight = local(parameter).detach()
+def _parameter_pieces(name: str, held: Held) -> Iterator[Piece]:
+    weight = held.tensor
     if not isinstance(weight, QuantizedWeight):
-        yield _rows(name, parameter, weight, tuple(parameter.shape))
+        yield Piece(name=name, shape=held.shape, start=held.start, tensor=weight, saved=held.saved)
         return
-    recipe, shape = weight.recipe, tuple(parameter.shape)
+    recipe = weight.recipe
     assert recipe.format is not None
-    codes = _rows(name, parameter, weight.codes, codes_shape(shape, recipe.format))
+    codes = _rows(name, held, weight.codes, codes_shape(held.shape, recipe.format))
     yield dataclasses.replace(codes, stored_as=recipe.format.grid.float_dtype)
-    whole = codes_scale_shape(shape, recipe.format, recipe.granularity)
+    whole = codes_scale_shape(held.shape, recipe.format, recipe.granularity)
     if recipe.granularity is Granularity.TENSOR:
-        first = _writes(parameter) and first_row(parameter) == 0
+        first = held.saved and held.start == 0 and weight.numel() > 0
         yield Piece(name=name + SCALE_SUFFIX, shape=whole, start=0, tensor=weight.scales, saved=first)
     elif recipe.granularity is not None:
-        yield _rows(name + SCALE_SUFFIX, parameter, weight.scales, whole)
+        yield _rows(name + SCALE_SUFFIX, held, weight.scales, whole)
 
 
-def _state_pieces(name: str, parameter: Tensor, state: Mapping[str, Tensor]) -> Iterator[Piece]:
-    shape = tuple(parameter.shape)
-    for key, value in state.items():
-        if value.ndim == 0 and key in _SCALARS:
+def _state_pieces(name: str, held: Held) -> Iterator[Piece]:
+    for key, value in held.state.items():
+        if value.ndim == 0 and key in SCALARS:
             continue
         is_scale = key in (StateKey.EXP_AVG_SCALE, StateKey.EXP_AVG_SQ_SCALE)
-        yield _rows(
-            f"{name}.{key}", parameter, local(value), scale_shape(shape, Granularity.BLOCK) if is_scale else shape
-        )
+        shape = scale_shape(held.shape, Granularity.BLOCK) if is_scale else held.shape
+        yield _rows(f"{name}.{key}", held, value, shape)
 
 
-_SCALARS = (StateKey.STEP, StateKey.LR_PEAK, StateKey.LR_LAST, StateKey.LAYOUT)
+SCALARS = frozenset((StateKey.STEP, StateKey.LR_PEAK, StateKey.LR_LAST, StateKey.LAYOUT))
+"""Optimizer state that is one number."""
 
 
-def _record(parameter: Tensor, state: Mapping[str, Tensor], optimizer: ECOOptimizer | None) -> ParameterRecord:
-    weight = local(parameter)
-    recipe: Recipe | None = weight.recipe if isinstance(weight, QuantizedWeight) else None
-    stream = None
-    if isinstance(weight, QuantizedWeight):
-        stream = weight.tensor_id if optimizer is None or not state else optimizer.stream_of(parameter)
+def _record(held: Held) -> ParameterRecord:
+    weight = held.tensor
     return ParameterRecord(
-        shape=tuple(parameter.shape),
-        recipe=None if recipe is None else recipe.to_dict(),
-        stream=stream,
-        scalars={key: float(value) for key, value in state.items() if key in _SCALARS},
+        shape=held.shape,
+        recipe=weight.recipe.to_dict() if isinstance(weight, QuantizedWeight) else None,
+        stream=held.stream,
+        scalars={key: float(value) for key, value in held.state.items() if key in SCALARS},
     )
 
 
-def _rows(name: str, parameter: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> Piece:
-    """A run of whole rows; `shape` is that of the stored tensor, whose rows are the parameter's."""
-    width = shape[-1] if len(shape) > 1 else 1  # the rows of a vector are its elements
-    return Piece(name=name, shape=shape, start=first_row(parameter) * width, tensor=tensor, saved=_writes(parameter))
-
-
-def _writes(parameter: Tensor) -> bool:
-    """Whether this rank writes its part: the first of each set of replicas does."""
-    if not isinstance(parameter, DTensor):
-        return _is_first()
-    mesh = parameter.device_mesh
-    return all(
-        mesh.get_local_rank(dim) == 0
-        for dim, placement in enumerate(parameter.placements)
-        if isinstance(placement, Replicate)
-    )
-
-
-def _is_first() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+def _rows(name: str, held: Held, tensor: Tensor, shape: tuple[int, ...]) -> Piece:
+    """Whole rows (or units) of a stored tensor, as many as the run has of the parameter's."""
+    row = held.tensor.shape[-1] if held.tensor.ndim > 1 else 1
+    width = tensor.shape[-1] if tensor.ndim > 1 else 1
+    return Piece(name=name, shape=shape, start=held.start // max(row, 1) * width, tensor=tensor, saved=held.saved)
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), cast(Any, local(buffer))
+                yield (f"{prefix}.{name}" if prefix else name), local(buffer)

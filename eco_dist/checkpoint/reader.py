@@ -76,17 +76,34 @@ class CheckpointReader:
         recipe, record = self.recipe(name), self.manifest.parameters[name]
         if recipe is None or not recipe.injects or not record.scalars.get(StateKey.STEP):
             return self.weight(name)
-        first = self._moment(name, StateKey.EXP_AVG, StateKey.EXP_AVG_SCALE, recipe.moments)
-        has_second = f"{name}.{StateKey.EXP_AVG_SQ}" in self.manifest.tensors
-        second = (
-            self._moment(name, StateKey.EXP_AVG_SQ, StateKey.EXP_AVG_SQ_SCALE, recipe.moments) if has_second else None
-        )
-        rule = Rule.ADAMW if has_second else Rule.SGD
+        moments = self.moments(name)
+        first, second = moments[StateKey.EXP_AVG], moments.get(StateKey.EXP_AVG_SQ)
+        rule = Rule.SGD if second is None else Rule.ADAMW
         return virtual_weight(self.weight(name), first, second, self._hyper(name, recipe, record), rule=rule)
 
-    def _moment(self, name: str, key: str, scale_key: str, moments: MomentFormat) -> Tensor:
-        scales = self.tensor(f"{name}.{scale_key}") if moments.has_scales else None
-        return decode_moment(self.tensor(f"{name}.{key}"), scales, moments, second=key == StateKey.EXP_AVG_SQ)
+    def moments(self, name: str) -> dict[str, Tensor]:
+        """`exp_avg` and, with AdamW, `exp_avg_sq` of a parameter in fp32; empty if it is not stepped."""
+        recipe = self.recipe(name)
+        moments = MomentFormat.FP32 if recipe is None else recipe.moments
+        scale_keys = {StateKey.EXP_AVG: StateKey.EXP_AVG_SCALE, StateKey.EXP_AVG_SQ: StateKey.EXP_AVG_SQ_SCALE}
+        result = {}
+        for key, scale_key in scale_keys.items():
+            if f"{name}.{key}" in self.manifest.tensors:
+                scales = self.tensor(f"{name}.{scale_key}") if moments.has_scales else None
+                stored = self.tensor(f"{name}.{key}")
+                result[key] = decode_moment(stored, scales, moments, second=key == StateKey.EXP_AVG_SQ)
+        return result
+
+    def buffers(self) -> list[str]:
+        """Names of tensors that belong to no parameter."""
+        parameters = self.manifest.parameters
+        return [
+            name
+            for name in self.manifest.tensors
+            if name not in parameters
+            and name.removesuffix(SCALE_SUFFIX) not in parameters
+            and not any(name.startswith(f"{parameter}.") for parameter in parameters)
+        ]
 
     def _hyper(self, name: str, recipe: Recipe, record: ParameterRecord) -> Hyper:
         """Hyper-parameters of the last step. `auto` remembers its learning rate; else it is that of the group."""

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from eco_dist.checkpoint.collective import own_rank, together
+from eco_dist.checkpoint.holders import Holder, holder_of, named_parameters
 from eco_dist.checkpoint.manifest import CheckpointError, Manifest
-from eco_dist.checkpoint.pieces import Description, clean, describe
+from eco_dist.checkpoint.pieces import Description, describe
 from eco_dist.checkpoint.write import commit, merge, unfinished_folder, write_rank
 from eco_dist.optim import ECOOptimizer
 
@@ -23,7 +24,7 @@ from eco_dist.optim import ECOOptimizer
 def save(
     root: Path | str,
     model: nn.Module,
-    optimizer: ECOOptimizer,
+    optimizer: ECOOptimizer | Holder,
     *,
     step: int,
     extra: Mapping[str, Any] | None = None,
@@ -33,8 +34,9 @@ def save(
 
     Args:
         root: folder of all checkpoints of a run, shared by all ranks.
-        model: whole or sharded by FSDP2.
-        optimizer: its optimizer; momenta carry part of the weights, so there is no checkpoint without them.
+        model: whole, sharded by FSDP2, or a DeepSpeed engine.
+        optimizer: its optimizer (`engine.optimizer`); momenta carry part of the weights, so there is no checkpoint
+            without them.
         step: optimizer step it is taken after.
         extra: what the training program needs to go on, as JSON: data position, schedule.
         keep: newest checkpoints to keep; None keeps all.
@@ -64,7 +66,7 @@ class AsyncSaver:
         self._folder: Path | None = None
 
     def save(
-        self, model: nn.Module, optimizer: ECOOptimizer, *, step: int, extra: Mapping[str, Any] | None = None
+        self, model: nn.Module, optimizer: ECOOptimizer | Holder, *, step: int, extra: Mapping[str, Any] | None = None
     ) -> None:
         """Take a snapshot and begin to write it, once the save before is done; collective.
 
@@ -105,7 +107,7 @@ class _Work:
     folder: Path
     description: Description
     step: int
-    seed: int
+    seed: int | None
     groups: tuple[dict[str, Any], ...]
     extra: dict[str, Any]
     keep: int | None
@@ -115,7 +117,7 @@ class _Work:
         cls,
         root: Path,
         model: nn.Module,
-        optimizer: ECOOptimizer,
+        optimizer: ECOOptimizer | Holder,
         *,
         step: int,
         extra: Mapping[str, Any] | None,
@@ -123,16 +125,17 @@ class _Work:
     ) -> _Work:
         if keep is not None and keep < 1:
             raise CheckpointError(f"expected keep >= 1 or None, got {keep}: the newest checkpoint is never removed")
-        _, folders = together(lambda: unfinished_folder(root, step) if own_rank() == 0 else None)
+        folders = together(lambda: unfinished_folder(root, step) if own_rank() == 0 else None)
         folder = folders[0]
         assert folder is not None
+        holder = holder_of(optimizer, model)
         return cls(
             root=root,
             folder=folder,
             description=describe(model, optimizer),
             step=step,
-            seed=optimizer.seed,
-            groups=_groups(model, optimizer),
+            seed=holder.checkpoint_seed(),
+            groups=_groups(model, holder),
             extra=dict(extra or {}),
             keep=keep,
         )
@@ -148,7 +151,7 @@ class _Work:
 
     def finish(self, group: dist.ProcessGroup | None) -> Path:
         """Write, then commit on rank 0; collective."""
-        _, written = together(lambda: write_rank(self.folder, self.description.pieces, own_rank()), group)
+        written = together(lambda: write_rank(self.folder, self.description.pieces, own_rank()), group)
 
         def publish() -> Path | None:
             if own_rank() != 0:
@@ -166,18 +169,18 @@ class _Work:
             )
             return commit(self.root, self.folder, manifest, self.keep)
 
-        _, folders = together(publish, group)
+        folders = together(publish, group)
         assert folders[0] is not None
         return folders[0]
 
 
-def _groups(model: nn.Module, optimizer: ECOOptimizer) -> tuple[dict[str, Any], ...]:
+def _groups(model: nn.Module, holder: Holder) -> tuple[dict[str, Any], ...]:
     """Options of the parameter groups, with names in the place of parameters."""
-    names = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
     return tuple(
         {
             **{key: value for key, value in group.items() if key != "params"},
             "params": [names[id(p)] for p in group["params"]],
         }
-        for group in optimizer.param_groups
+        for group in holder.checkpoint_groups()
     )

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -72,7 +73,10 @@ def write_rank(folder: Path, pieces: Sequence[Piece], rank: int) -> Written:
         runs.setdefault(piece.name, []).append(Run(file=name, key=key, start=piece.start, count=piece.tensor.numel()))
         shapes[piece.name] = piece
     part = folder / f"{name}.part"
-    save_file(tensors, part)
+    try:
+        save_file(tensors, part)
+    except SafetensorError as error:
+        raise CheckpointError(f"expected to write {part}, got {error}; make room for it") from error
     faults.point("save:mid-shard")
     sync(part)
     part.rename(folder / name)

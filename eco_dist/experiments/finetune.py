@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 RECIPES = ("fp32-master", "fp8-master", "fp8", "fp8-bf16", "fp8-8bit", "fp8-residual", "fp8-naive")
+EXPERT_RECIPES = ("fp32-master", "fp8-master", "fp8", "fp8-8bit", "fp8-naive")
 RESULT_FILE = "finetune.json"
 
 
@@ -52,6 +53,10 @@ class Settings:
     finetune_steps: int = 600
     finetune_lr: float = 1e-3
     eval_sequences: int = 2048
+
+
+EXPERT_SETTINGS = Settings(preset="smoe-tiny", pretrain_steps=1500, finetune_steps=400)
+"""The same study of a mixture of experts, whose table is in docs/moe.md."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -105,6 +105,7 @@ def model_config(
     activations: Literal["none", "fp8"] = "none",
     backend: Backend = "auto",
     wire: Wire = "full",
+    capacity_factor: float | None = None,
 ) -> LlamaConfig:
     """The shape of a named size, dense (`LlamaConfig`) or sparse (`SMoEConfig`).
 
@@ -114,6 +115,7 @@ def model_config(
         activations: see `LlamaConfig`.
         backend: see `MoEConfig`; of a sparse size.
         wire: see `MoEConfig`; of a sparse size.
+        capacity_factor: see `MoEConfig`; of a sparse size.
 
     Raises:
         ValueError: ``preset`` is no known name; the message names the nearest one.
@@ -134,6 +136,7 @@ def model_config(
         shared_hidden=sparse.shared_hidden,
         backend=backend,
         wire=wire,
+        capacity_factor=capacity_factor,
     )
     return SMoEConfig(
         vocabulary=vocabulary,

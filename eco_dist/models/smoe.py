@@ -83,12 +83,14 @@ class RoutingSummary(NamedTuple):
         z_loss: mean over layers.
         counts: int64 ``(layers with experts, E)``, tokens of this rank to each expert.
         entropy: mean over layers of the routers' entropy in nats, without gradient.
+        dropped: mean over layers of the share of rows whose expert was full.
     """
 
     load_balancing_loss: Tensor
     z_loss: Tensor
     counts: Tensor
     entropy: Tensor
+    dropped: Tensor
 
 
 class SMoEBlock(nn.Module):
@@ -142,6 +144,7 @@ class SMoE(Llama):
             z_loss=torch.stack([routing.z_loss for routing in routings]).mean(),
             counts=torch.stack([routing.counts for routing in routings]),
             entropy=torch.stack([routing.entropy for routing in routings]).mean(),
+            dropped=torch.stack([routing.dropped for routing in routings]).mean(),
         )
         return self.head(self.norm(x)), summary
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
-import torch
 import yaml
 from torch import nn
 
-from eco_dist.engines import fsdp2, single
 from eco_dist.memory import MemoryReport
-from eco_dist.models import build_transformer, model_config
-from eco_dist.optim import ECOSGD, ECOAdamW
+from eco_dist.models import LlamaConfig, build_transformer, model_config
 from eco_dist.recipe import Recipe
-from eco_dist.training.config import OptimizerConfig, RecipeConfig, TrainConfig
+from eco_dist.training.batch import split_batch
+from eco_dist.training.config import RecipeConfig, TrainConfig
 from eco_dist.training.data import find_documents, split_documents
+from eco_dist.training.engine import RunEngine, TorchEngine, build_optimizer
 from eco_dist.training.memory_report import plan_run
 from eco_dist.training.metrics import METRICS_FILE
 from eco_dist.training.overrides import to_plain
@@ -28,11 +25,20 @@ from eco_dist.training.ranks import Ranks
 from eco_dist.training.resume import CHECKPOINTS
 from eco_dist.training.summary import SUMMARY_FILE
 from eco_dist.training.tokens import TokenFile, load_tokenizer, open_tokens, write_tokens
-from eco_dist.weights import ConversionReport
+from eco_dist.training.zero_engine import ZeroEngine
+from eco_dist.training.zero_json import deepspeed_json
 
-__all__ = ["Text", "build_model", "build_optimizer", "build_recipe", "open_run_directory", "open_text"]
+__all__ = [
+    "BuiltModel",
+    "Text",
+    "build_model",
+    "build_optimizer",
+    "build_recipe",
+    "model_shape",
+    "open_run_directory",
+    "open_text",
+]
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 REMOVE = "none"
 
 
@@ -47,22 +53,25 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltModel:
-    """A model ready to train, what was converted, and what it will hold.
+    """A model ready to train, and what it will hold.
 
     Attributes:
-        model: converted, sharded and on its device.
-        conversion: what was quantized and what was not.
+        engine: that shards it.
         planned: predicted memory, made before anything was converted.
         baseline: the same for the model with fp32 master weights, which the recipe replaces.
         parameters, block_parameters: numbers of weights, all and without embedding and head.
     """
 
-    model: nn.Module
-    conversion: ConversionReport
+    engine: RunEngine
     planned: MemoryReport
     baseline: MemoryReport
     parameters: int
     block_parameters: int
+
+    @property
+    def model(self) -> nn.Module:
+        """As it is called."""
+        return self.engine.model
 
 
 def build_recipe(config: RecipeConfig) -> Recipe:
@@ -128,33 +137,23 @@ def build_model(config: TrainConfig, recipe: Recipe, vocabulary: int, ranks: Ran
         ValueError: the weights of ``model.init_from`` do not fit, the recipe cannot hold a weight, or a node has too
             little memory.
     """
-    shape = model_config(
-        config.model.preset,
-        vocabulary=vocabulary,
-        activations=config.model.activations,
-        backend=config.model.experts,
-        wire=config.model.expert_wire,
-    )
+    shape = model_shape(config, vocabulary)
     model = build_transformer(shape, seed=config.run.seed)
     if config.model.init_from is not None:
         load_plain_weights(model, config.model.init_from)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    planned, baseline = (plan_run(model, stored, config, shape, ranks.world_size) for stored in (recipe, "fp32-master"))
+    split = split_batch(config, ranks.world_size)
+    settings = deepspeed_json(config, recipe, split, model) if config.engine.name == "deepspeed" else None
+    planned = plan_run(model, recipe, config, shape, ranks.world_size, settings)
+    baseline = plan_run(model, "fp32-master", config, shape, ranks.world_size, settings)
     check_memory(ranks, planned)
-    model.to(ranks.device)
-    if config.engine.name == "fsdp2":
-        conversion = fsdp2.shard_model(
-            model,
-            recipe,
-            compute_dtype=COMPUTE_DTYPES[config.engine.compute],
-            also_skip=config.model.keep,
-            expert_parallel=config.engine.expert_parallel,
-        )
+    engine: RunEngine
+    if settings is None:
+        engine = TorchEngine(model, recipe, config, split, ranks)
     else:
-        conversion = single.prepare(model, recipe, also_skip=config.model.keep)
+        engine = ZeroEngine(model, recipe, config, settings, ranks)
     return BuiltModel(
-        model=model,
-        conversion=conversion,
+        engine=engine,
         planned=planned,
         baseline=baseline,
         parameters=parameters,
@@ -162,22 +161,17 @@ def build_model(config: TrainConfig, recipe: Recipe, vocabulary: int, ranks: Ran
     )
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, *, seed: int) -> ECOAdamW | ECOSGD:
-    """`ECOAdamW` or `ECOSGD` over the parameters that train; one-dimensional ones without decay unless asked.
+def model_shape(config: TrainConfig, vocabulary: int) -> LlamaConfig:
+    """The sizes of the run's model.
 
-    Args:
-        model: converted and, if it is to be, sharded.
-        config: learning rate, moments, decay, clipping.
-        seed: of the stochastic rounding.
+    Raises:
+        ValueError: there is no such preset.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
-    vector_decay = config.weight_decay if config.decay_norms else 0.0
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": vector_decay}]
-    clip = math.inf if config.clip is None else config.clip  # the norm is measured either way
-    decay = config.weight_decay
-    if config.name == "sgd":
-        return ECOSGD(groups, config.lr, config.momentum, decay, seed=seed, max_grad_norm=clip)
-    betas = (config.beta1, config.beta2)
-    return ECOAdamW(groups, config.lr, betas, config.eps, decay, seed=seed, max_grad_norm=clip)
+    return model_config(
+        config.model.preset,
+        vocabulary=vocabulary,
+        activations=config.model.activations,
+        backend=config.model.experts,
+        wire=config.model.expert_wire,
+        capacity_factor=config.model.expert_capacity,
+    )

@@ -45,6 +45,7 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
     baseline = next((summary for _, summary in runs if summary.recipe == BASELINE), None)
     table = Table(title="Runs compared", caption=_caption(runs, baseline), caption_justify="left")
     table.add_column("recipe", no_wrap=True)
+    table.add_column("engine", no_wrap=True)
     numbers = (
         "steps",
         "train loss",
@@ -54,7 +55,7 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
         "difference\nbytes",
         "quantized\nB/param",
         "all-gather\na step",
-        "reduce-scatter\na step",
+        "gradients\na step",
         "static memory\nsaved",
     )
     for column in numbers:
@@ -69,6 +70,7 @@ def _cells(summary: Summary, baseline: Summary | None) -> tuple[str, ...]:
     quantized = summary.measured_quantized_bytes_per_parameter
     difference = sum(abs(measured - planned) for measured, planned in differences)
     return (
+        summary.engine,
         f"{summary.steps:,}",
         f"{summary.loss:.4f}",
         f"{summary.val_loss:.4f}",
@@ -77,7 +79,7 @@ def _cells(summary: Summary, baseline: Summary | None) -> tuple[str, ...]:
         f"{difference:,}",
         "-" if quantized is None else f"{quantized:.3f}",
         _wire(summary, "gather"),
-        _wire(summary, "reduce_scatter"),
+        _wire(summary, "reduce"),
         _saving(summary, baseline),
     )
 
@@ -117,9 +119,14 @@ def _caption(runs: Sequence[tuple[str, Summary]], baseline: Summary | None) -> s
 
 
 def _labels(summaries: dict[Path, Summary]) -> dict[Path, str]:
-    """The recipe of each run; runs that share one are told apart by their directory."""
+    """The recipe of each run; runs that share one are told apart by their engine, or else by their directory."""
     recipes = [summary.recipe for summary in summaries.values()]
-    return {
-        directory: summary.recipe if recipes.count(summary.recipe) == 1 else f"{summary.recipe} ({directory.name})"
-        for directory, summary in summaries.items()
-    }
+    engines = [(summary.recipe, summary.engine) for summary in summaries.values()]
+
+    def label(directory: Path, summary: Summary) -> str:
+        if recipes.count(summary.recipe) == 1:
+            return summary.recipe
+        is_alone = engines.count((summary.recipe, summary.engine)) == 1
+        return f"{summary.recipe} ({summary.engine if is_alone else directory.name})"
+
+    return {directory: label(directory, summary) for directory, summary in summaries.items()}

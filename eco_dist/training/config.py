@@ -30,6 +30,9 @@ _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 HEADLINE = {"model": "preset", "recipe": "name", "engine": "name", "optimizer": "name"}
 """Sections that may be given as one word: ``recipe=fp8`` means ``recipe.name=fp8``."""
 
+SHORT = {"zero": "engine.zero"}
+"""Overrides that may be given without their section."""
+
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -47,6 +50,7 @@ class ModelConfig:
         balance_loss, z_loss: weights of the routers' losses, for a model with experts.
         experts: who multiplies them (`eco_dist.moe.MoEConfig.backend`).
         expert_wire: how tokens travel to experts on other ranks: ``full``, or ``fp8`` for about half the bytes of bf16.
+        expert_capacity: most rows of an expert, as a multiple of an even share; None drops no token.
         init_from: a safetensors file of plain fp32/bf16 weights to start from, such as an earlier run's
             ``weights.safetensors``; None draws them from ``run.seed``.
     """
@@ -58,6 +62,7 @@ class ModelConfig:
     z_loss: Annotated[float, Field(ge=0.0)] = 0.001
     experts: Literal["auto", "native", "megablocks"] = "auto"
     expert_wire: Literal["full", "fp8"] = "full"
+    expert_capacity: Annotated[float, Field(gt=0.0)] | None = None
     init_from: Path | None = None
 
 
@@ -95,6 +100,8 @@ class DataConfig:
         vocabulary: size of the vocabulary ``bpe`` is trained to.
         seq_len: tokens a sequence.
         batch: sequences an optimizer step, over all ranks and all accumulated micro-batches together.
+        micro_batch: the most sequences a rank computes at a time; a larger share of the batch is accumulated in as few
+            parts as that takes. None leaves the parts to ``run.accumulate``.
         heldout: share of the files (of the bytes, for a single file) kept for validation.
     """
 
@@ -104,6 +111,7 @@ class DataConfig:
     vocabulary: Annotated[int, Field(ge=257, le=65_536)] = 4096
     seq_len: Positive = 128
     batch: Positive = 16
+    micro_batch: Positive | None = None
     heldout: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
 
 
@@ -188,20 +196,44 @@ class EngineConfig:
     """Who shards the weights.
 
     Args:
-        name: ``single`` (one process) or ``fsdp2`` (PyTorch's ``fully_shard``, under torchrun).
+        name: ``single`` (one process), ``fsdp2`` (PyTorch's ``fully_shard``) or ``deepspeed`` (its ZeRO), the last two
+            under torchrun or DeepSpeed's launcher.
         ranks: the world size the run is meant for; None takes the world it finds.
         expert_parallel: ranks that share one set of experts; a divisor of the world size.
-        compute: dtype of the forward and backward pass.
+        compute: dtype of the forward and backward pass; None is bf16 for ``deepspeed``, which keeps its working copy in
+            that dtype and knows no other here, and fp32 for the others.
         device: ``auto`` takes CUDA where there is one.
         timeout_s: seconds a collective may wait for a rank before the run fails.
+        zero: stage of ``deepspeed``; None is 2. ``zero=3`` alone means this key.
+        working_copy: what forward and backward read at its stages 1 and 2: ``replica``, ``transient`` or ``kept``
+            (docs/deepspeed.md); None is ``replica``.
+        json: a DeepSpeed JSON with further settings of ``deepspeed``, such as buckets.
     """
 
-    name: Literal["single", "fsdp2"] = "single"
+    name: Literal["single", "fsdp2", "deepspeed"] = "single"
     ranks: Positive | None = None
     expert_parallel: Positive = 1
-    compute: Literal["fp32", "bf16"] = "fp32"
+    compute: Literal["fp32", "bf16"] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: Positive = 600
+    zero: Literal[1, 2, 3] | None = None
+    working_copy: Literal["replica", "transient", "kept"] | None = None
+    json: Path | None = None
+
+    @property
+    def layout(self) -> str:
+        """How the memory plan calls it: ``single``, ``fsdp2``, ``zero1`` to ``zero3``."""
+        return f"zero{self.stage}" if self.name == "deepspeed" else self.name
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage in force."""
+        return 2 if self.zero is None else self.zero
+
+    @property
+    def computes(self) -> str:
+        """The dtype in force."""
+        return self.compute or ("bf16" if self.name == "deepspeed" else "fp32")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -224,14 +256,37 @@ class TrainConfig:
                 f"expected a preset with experts for engine.expert_parallel={parallel}, got {self.model.preset!r}; "
                 f"choose one of {', '.join(SPARSE_PRESETS)}"
             )
-        if parallel > 1 and self.engine.name == "single":
+        if parallel > 1 and self.engine.name != "fsdp2":
             raise ValueError(
-                f"expected engine.expert_parallel=1 for engine.name=single, got {parallel}; set engine.name=fsdp2"
+                f"expected engine.expert_parallel=1 for engine.name={self.engine.name}, got {parallel}; "
+                "set engine.name=fsdp2"
             )
         return self
 
     @model_validator(mode="after")
+    def _keys_fit_the_engine(self) -> TrainConfig:
+        engine = self.engine
+        if engine.name == "deepspeed":
+            if engine.computes != "bf16":
+                raise ValueError(
+                    f"expected engine.compute=bf16 for engine.name=deepspeed, got {engine.computes}; leave it out"
+                )
+            return self
+        for key in ("zero", "working_copy", "json"):
+            if getattr(engine, key) is not None:
+                raise ValueError(
+                    f"expected engine.{key} for engine.name=deepspeed alone, got it for {engine.name}; "
+                    "set engine.name=deepspeed or leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _batch_splits(self) -> TrainConfig:
+        if self.data.micro_batch is not None and self.run.accumulate > 1:
+            raise ValueError(
+                f"expected data.micro_batch or run.accumulate, got {self.data.micro_batch} and {self.run.accumulate}; "
+                "leave one of the two out"
+            )
         if self.data.batch % self.run.accumulate:
             raise ValueError(
                 f"expected data.batch divisible by run.accumulate, got {self.data.batch} and {self.run.accumulate}; "

@@ -5,25 +5,24 @@ Every rank runs the same steps on its own slice of the same global batches. Rank
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from eco_dist.checkpoint import faults
 from eco_dist.memory import WireMeter
 from eco_dist.models import model_config
 from eco_dist.recipe import Recipe
+from eco_dist.training.batch import split_batch
 from eco_dist.training.build import (
-    COMPUTE_DTYPES,
     BuiltModel,
     Text,
     build_model,
-    build_optimizer,
     build_recipe,
     open_run_directory,
     open_text,
@@ -66,7 +65,7 @@ def train(config: TrainConfig, *, memory_report: Path | None = None) -> Summary:
     recipe = build_recipe(config.recipe)
     model_config(config.model.preset, vocabulary=1)  # an unknown preset fails here, before anything is written
     with open_ranks(config.engine) as ranks:
-        _check_batch(config, ranks)
+        split_batch(config, ranks.world_size)  # one that does not split fails here too
         everyone = check_nodes(ranks, facts_of(config))
         with naming_lost_nodes(ranks, everyone):
             return _train(config, recipe, ranks, memory_report)
@@ -80,16 +79,6 @@ def _train(config: TrainConfig, recipe: Recipe, ranks: Ranks, memory_report: Pat
         trainer = Trainer(config, recipe, text, built, ranks, display, memory_report)
         trainer.run()
     return trainer.finish()
-
-
-def _check_batch(config: TrainConfig, ranks: Ranks) -> None:
-    """Refuse a batch that does not split evenly over ranks and micro-batches."""
-    parts = ranks.world_size * config.run.accumulate
-    if config.data.batch % parts:
-        raise ValueError(
-            f"expected data.batch divisible by ranks * run.accumulate = {ranks.world_size} * {config.run.accumulate}, "
-            f"got {config.data.batch}; change data.batch"
-        )
 
 
 class Trainer:
@@ -107,12 +96,8 @@ class Trainer:
     ) -> None:
         self.config, self.recipe, self.text, self.built = config, recipe, text, built
         self.ranks, self.display = ranks, display
-        self.model = built.model
-        self.optimizer = build_optimizer(self.model, config.optimizer, seed=config.run.seed)
-        shape = config.schedule
-        self.scheduler = warmup_cosine(
-            self.optimizer, config.run.steps, warmup=shape.warmup, warmup_start=shape.warmup_start, final=shape.final
-        )
+        self.engine = built.engine
+        self.scheduler = warmup_cosine(self.engine.optimizer, config.run.steps, **dataclasses.asdict(config.schedule))
         self.sampler = WindowSampler(
             windows=text.train.windows,
             batch=config.data.batch,
@@ -120,19 +105,19 @@ class Trainer:
             rank=ranks.rank,
             world_size=ranks.world_size,
         )
-        self.micro_batch = config.data.batch // (ranks.world_size * config.run.accumulate)
+        self.split = split_batch(config, ranks.world_size)
         self.evaluate = Evaluator(
             text.heldout,
             wanted=config.run.eval_sequences,
-            batch=self.micro_batch,
+            batch=self.split.micro,
             ranks=ranks,
-            compute=self.compute_context,
+            compute=self.engine.compute_context,
         )
-        self.checkpoints = RunCheckpoints(config.run, ranks, self.model, self.optimizer, self.scheduler, self.sampler)
+        self.checkpoints = RunCheckpoints(config.run, self.engine, self.scheduler, self.sampler)
         self.done = self.checkpoints.resume()
         self.window = LogWindow(ranks)
         self.routing = RunRouting(config.model, ranks)
-        self.memory = RunMemory(self.model, self.optimizer, built.planned, built.baseline, memory_report)
+        self.memory = RunMemory(self.engine, built.planned, built.baseline, memory_report)
         self.wire_bytes: list[dict[str, int]] = []
         self.last: StepMetrics | None = None
         self.seconds = 0.0
@@ -145,7 +130,7 @@ class Trainer:
             for step in range(self.done + 1, self.config.run.steps + 1):
                 faults.point(f"train:step-{step}")
                 logs, validates = self._due(step)
-                self.optimizer.collect_stats = logs
+                self.engine.collect_stats = logs
                 lr = float(self.scheduler.get_last_lr()[0])
                 grad_norm = self._measured_step(step)
                 self.scheduler.step()
@@ -160,7 +145,7 @@ class Trainer:
         """Write what remains of a run, and sum it up; collective."""
         directory = self.config.run.directory
         if self.config.run.save_weights:
-            save_plain_weights(self.model, directory / "weights.safetensors", self.ranks)
+            save_plain_weights(self.engine.weights(), directory / "weights.safetensors", self.ranks)
         self.memory.finish(self.ranks)
         summary = self._summary()
         if self.ranks.is_first:
@@ -169,19 +154,13 @@ class Trainer:
             self.display.print(f"{self.recipe.name}: wrote {directory} after {self.seconds:.1f} s")
         return summary
 
-    def compute_context(self) -> AbstractContextManager[object]:
-        """Context of a forward pass: autocast on one process; FSDP2's own policy casts on a sharded model."""
-        if self.config.engine.name == "single" and self.config.engine.compute == "bf16":
-            return torch.autocast(self.ranks.device.type, dtype=COMPUTE_DTYPES["bf16"])
-        return nullcontext()
-
     def _announce(self) -> None:
         config, built = self.config, self.built
         self.display.print(
             f"{config.model.preset}: {built.parameters:,} parameters, {built.block_parameters:,} without embedding and "
             f"head; {len(self.text.train.tokens):,} training and {len(self.text.heldout.tokens):,} held-out tokens"
         )
-        self.display.print(built.conversion.table())
+        self.display.print(built.engine.conversion.table())
 
     def _open_metrics(self) -> AbstractContextManager[MetricsWriter | None]:
         if not self.ranks.is_first:
@@ -213,21 +192,18 @@ class Trainer:
 
     def _step(self) -> float:
         """Gradients of one global batch, clipping, the optimizer's step; returns the gradient norm before clipping."""
-        self.optimizer.zero_grad(set_to_none=True)
         for inputs, targets in self._micro_batches():
-            with self.compute_context():
-                loss, total = self.routing.losses(self.model(inputs), targets)
-            (total / self.config.run.accumulate).backward()
-            self.window.add(loss.detach() / self.config.run.accumulate, targets.numel())
-        self.optimizer.step()
+            with self.engine.compute_context():
+                loss, total = self.routing.losses(self.engine.model(inputs), targets)
+            self.engine.backward(total)
+            self.window.add(loss.detach() / self.split.accumulate, targets.numel())
         self.window.steps += 1
-        norm = self.optimizer.grad_norm
-        return math.nan if norm is None else norm  # none if the step was skipped
+        return self.engine.step()
 
     def _micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         windows = self.sampler.next_batch()
-        for first in range(0, len(windows), self.micro_batch):
-            inputs, targets = self.text.train.batch(windows[first : first + self.micro_batch])
+        for first in range(0, len(windows), self.split.micro):
+            inputs, targets = self.text.train.batch(windows[first : first + self.split.micro])
             yield inputs.to(self.ranks.device), targets.to(self.ranks.device)
 
     def _log(self, step: int, lr: float, grad_norm: float, validates: bool, writer: MetricsWriter | None) -> None:
@@ -236,13 +212,13 @@ class Trainer:
         self.last = StepMetrics(
             step=step,
             loss=loss,
-            val_loss=self.evaluate(self.model) if validates else None,
+            val_loss=self.evaluate(self.engine.model) if validates else None,
             lr=lr,
             tokens_per_second=tokens_per_second,
             grad_norm=grad_norm,
             rms_quantization_error=rms_error,
             moved_share=moved_share,
-            skipped_steps=self.optimizer.skipped_steps,
+            skipped_steps=self.engine.skipped_steps,
             **self.routing.close(),
         )
         self.window.open()
@@ -252,7 +228,7 @@ class Trainer:
 
     def _stats(self) -> tuple[float | None, float | None]:
         """sqrt(sum e^2 / sum weight^2) and the share of stored weights that moved, of all ranks; None without codes."""
-        stats = self.optimizer.stats
+        stats = self.engine.stats
         own = (stats.sum_squared_error, stats.sum_squared_weight, stats.moved, stats.elements) if stats else (0.0,) * 4
         error, weight, moved, elements = self.ranks.sum(own)
         if not elements:
@@ -267,7 +243,7 @@ class Trainer:
         ranks = range(self.ranks.world_size)
         return Summary(
             recipe=self.recipe.name,
-            engine=self.config.engine.name,
+            engine=self.config.engine.layout,
             world_size=self.ranks.world_size,
             steps=self.config.run.steps,
             seconds=self.seconds,

@@ -6,22 +6,24 @@ import dataclasses
 import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
-from eco_dist.memory import MemoryReport, compare_table, measure
+from eco_dist.memory import MemoryReport, compare_table
 from eco_dist.memory.activations import Batch, TransformerShape
 from eco_dist.memory.baselines import resolve
 from eco_dist.memory.plan import mesh_for, plan_shape
 from eco_dist.memory.render import Page, write_reports
 from eco_dist.memory.tensors import module_shape
-from eco_dist.memory.track import StepTracker
 from eco_dist.models import LlamaConfig, SMoEConfig
 from eco_dist.recipe import Recipe
+from eco_dist.training.batch import split_batch
 from eco_dist.training.config import TrainConfig
 from eco_dist.training.display import Display
+from eco_dist.training.engine import RunEngine
 from eco_dist.training.ranks import Ranks
+from eco_dist.training.zero_json import stored_as, zero_options
 from eco_dist.weights import DEFAULT_SKIP
 
 __all__ = ["RunMemory", "batch_of", "plan_run", "transformer_shape"]
@@ -40,23 +42,18 @@ class RunMemory:
         measured: after the first step; None before.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, planned: MemoryReport, baseline: MemoryReport, out: Path | None
-    ) -> None:
+    def __init__(self, engine: RunEngine, planned: MemoryReport, baseline: MemoryReport, out: Path | None) -> None:
         """Prepare; `out` is the directory of the full report, None for none."""
-        self._model, self._optimizer = model, optimizer
+        self._engine = engine
         self._planned, self._baseline = planned, baseline
         self._out = out
-        self._tracker: StepTracker | None = None
         self.measured: MemoryReport | None = None
 
     def around_step(self, number: int) -> AbstractContextManager[object]:
         """Context of a step; `number` counts from 1 where this process began."""
         if self._out is None or number != TRACKED_STEP:
             return nullcontext()
-        self._optimizer.zero_grad(set_to_none=True)
-        self._tracker = StepTracker(self._model, self._optimizer)
-        return self._tracker
+        return self._engine.track()
 
     def measure(self, directory: Path, display: Display, ranks: Ranks) -> None:
         """Measure, print planned beside measured, and write ``memory.json``; collective.
@@ -64,7 +61,7 @@ class RunMemory:
         Raises:
             MasterCopyError: if a full report is wanted and a master copy survives the step.
         """
-        self.measured = measure(self._model, self._optimizer, strict=self._out is not None)
+        self.measured = self._engine.measure(strict=self._out is not None)
         display.print(compare_table(self._planned, self.measured, self._baseline))
         if ranks.is_first:
             reports = {"planned": self._planned, "measured": self.measured, "baseline": self._baseline}
@@ -75,7 +72,7 @@ class RunMemory:
         """Write the full report if one is wanted; collective."""
         if self._out is None or self.measured is None:
             return
-        timelines = ranks.gather(self._tracker.timeline if self._tracker is not None else ())
+        timelines = ranks.gather(self._engine.timeline())
         measured = dataclasses.replace(
             self.measured,
             ranks=tuple(
@@ -112,17 +109,25 @@ def transformer_shape(config: LlamaConfig) -> TransformerShape:
 
 
 def plan_run(
-    model: nn.Module, recipe: Recipe | str, config: TrainConfig, shape: LlamaConfig, world_size: int
+    model: nn.Module,
+    recipe: Recipe | str,
+    config: TrainConfig,
+    shape: LlamaConfig,
+    world_size: int,
+    settings: dict[str, Any] | None = None,
 ) -> MemoryReport:
     """What a run's ranks will hold.
 
     Args:
         model: as drawn, before it is converted.
-        recipe: of the run, or what it is compared with.
+        recipe: of the run, or the name of what it is compared with.
         config: of the run.
         shape: of the model.
         world_size: number of ranks.
+        settings: DeepSpeed JSON of the run; None for other engines.
     """
+    if settings is not None and not isinstance(recipe, str):
+        recipe = stored_as(settings, recipe)
     whole = module_shape(
         model,
         resolve(recipe),
@@ -130,20 +135,25 @@ def plan_run(
         also_skip=config.model.keep,
         transformer=transformer_shape(shape),
     )
-    tensors = tuple(dataclasses.replace(tensor, is_expert=EXPERTS in tensor.name) for tensor in whole.tensors)
+    is_dealt = config.engine.expert_parallel > 1
+    tensors = tuple(
+        dataclasses.replace(t, is_expert=is_dealt and EXPERTS in t.name, group=int(len(t.shape) < 2))
+        for t in whole.tensors
+    )
     return plan_shape(
         dataclasses.replace(whole, tensors=tensors),
-        engine=config.engine.name,
-        mesh=mesh_for(config.engine.name, world_size, ep=config.engine.expert_parallel),
+        engine=config.engine.layout,
+        mesh=mesh_for(config.engine.layout, world_size, ep=config.engine.expert_parallel),
         optimizer=config.optimizer.name,
         batch=batch_of(config, world_size),
+        zero=None if settings is None else zero_options(settings),
     )
 
 
 def batch_of(config: TrainConfig, world_size: int) -> Batch:
     """What one rank computes at a time."""
     return Batch(
-        sequences=max(1, config.data.batch // (world_size * config.run.accumulate)),
+        sequences=split_batch(config, world_size).micro,
         length=config.data.seq_len,
-        compute_bytes=2 if config.engine.compute == "bf16" else 4,
+        compute_bytes=2 if config.engine.computes == "bf16" else 4,
     )

@@ -5,9 +5,10 @@ Note: the fields of a line
     between validations), ``lr`` (of this step), ``tokens_per_second`` (all ranks, since the last line), ``grad_norm``
     (before clipping), ``rms_quantization_error`` (sqrt(sum e^2 / sum weight^2), null for a recipe without codes),
     ``moved_share`` (share of the stored weights this step changed, null likewise), ``skipped_steps`` (so far).
-    Of a model with experts also, since the last line: ``expert_load`` (layer by layer, the share of each expert; no
-    token is dropped), ``load_evenness`` (entropy of that share over log E, mean of the layers, 1 when even),
-    ``router_entropy`` (of a token's scores, in nats, mean).
+    Of a model with experts also, since the last line: ``expert_load`` (layer by layer, the share of the rows that chose
+    each expert), ``load_evenness`` (entropy of that share over log E, mean of the layers, 1 when even),
+    ``router_entropy`` (of a token's scores, in nats, mean), ``dropped_share`` (of the rows, whose expert was full; 0
+    without ``model.expert_capacity``).
     A value that is not finite is written as null.
 """
 
@@ -42,6 +43,7 @@ class StepMetrics:
     expert_load: list[list[float]] | None = None
     load_evenness: float | None = None
     router_entropy: float | None = None
+    dropped_share: float | None = None
 
 
 class MetricsWriter:

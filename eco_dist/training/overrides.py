@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import yaml
 from pydantic import RootModel, ValidationError
 
-from eco_dist.training.config import HEADLINE, TrainConfig
+from eco_dist.training.config import HEADLINE, SHORT, TrainConfig
 
 __all__ = ["load_config", "to_plain"]
 
@@ -32,7 +32,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Trai
 
     Args:
         path: a YAML file of sections; None starts from the defaults.
-        overrides: ``section.key=value`` with a YAML value, or ``section=word`` for the sections in `HEADLINE`.
+        overrides: ``section.key=value`` with a YAML value, or ``section=word`` for the sections in `HEADLINE`, or a key
+            of `SHORT`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -94,6 +95,7 @@ def _parse_override(override: str) -> list[tuple[str, Any]]:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"expected a YAML value for {key}, got {text!r} ({source}); quote it") from error
+    key = SHORT.get(key, key)
     if "." in key:
         return [(_checked(key, source), value)]
     return _flatten({key: value}, source)

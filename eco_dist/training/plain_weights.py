@@ -7,6 +7,7 @@ carries weight information, so a run cannot be *continued* from it. Full checkpo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -52,17 +53,16 @@ def plain_weight(parameter: Tensor) -> Tensor:
     return whole.decode() if isinstance(whole, QuantizedWeight) else whole
 
 
-def save_plain_weights(model: nn.Module, file: Path, ranks: Ranks) -> None:
+def save_plain_weights(weights: Iterable[tuple[str, Tensor]], file: Path, ranks: Ranks) -> None:
     """Write the decoded stored weights, codes * scales, as fp32; collective, rank 0 writes.
 
     Args:
-        model: converted and possibly sharded; unchanged.
+        weights: names and whole weights, gathered one by one.
         file: the safetensors file.
         ranks: that hold the model.
     """
     gathered: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        whole = plain_weight(parameter)
+    for name, whole in weights:
         if ranks.is_first:
             gathered[name] = whole.float().cpu().contiguous()
     if ranks.is_first:

@@ -53,6 +53,8 @@ def facts_of(config: TrainConfig) -> RankFacts:
     local = _local_world_size()
     plain = to_plain(config)
     plain["run"].pop("directory")
+    if config.engine.json is not None and config.engine.json.is_file():
+        plain["engine"]["json"] = config.engine.json.read_text(encoding="utf-8")  # what it says, wherever it lies
     return RankFacts(
         host=socket.gethostname(),
         node=int(os.environ.get("GROUP_RANK", os.environ.get("CROSS_RANK", "0"))),

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from eco_dist.training.config import EngineConfig
 
-__all__ = ["Ranks", "open_ranks"]
+__all__ = ["Ranks", "check_world", "open_ranks"]
 
 T = TypeVar("T")
 
@@ -79,10 +79,13 @@ def open_ranks(engine: EngineConfig) -> Iterator[Ranks]:
     Raises:
         ValueError: the world is not the one ``engine`` asks for, or CUDA is asked for and missing.
     """
-    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    _check_world(engine, world_size)
+    opened = engine.name != "single" and not dist.is_initialized()
+    if dist.is_initialized():
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+    else:
+        world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    check_world(engine, world_size)
     device = _device(engine)
-    opened = engine.name == "fsdp2" and not dist.is_initialized()
     if opened:
         _join(engine, device, rank, world_size)
     try:
@@ -92,11 +95,16 @@ def open_ranks(engine: EngineConfig) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _check_world(engine: EngineConfig, world_size: int) -> None:
+def check_world(engine: EngineConfig, world_size: int) -> None:
+    """Refuse a world that is not the one ``engine`` asks for.
+
+    Raises:
+        ValueError: says which one it is.
+    """
     if engine.name == "single" and world_size > 1:
         raise ValueError(
             f"expected one process for engine.name=single, got {world_size} ranks; "
-            "set engine.name=fsdp2 or start without torchrun"
+            "set engine.name=fsdp2 or deepspeed, or start without torchrun"
         )
     if engine.ranks is not None and engine.ranks != world_size:
         raise ValueError(

@@ -27,7 +27,7 @@ class RunRouting:
         """Start with nothing counted."""
         self._config, self._ranks = config, ranks
         self._counts = torch.zeros(())
-        self._entropy, self._passes = 0.0, 0
+        self._entropy, self._dropped, self._passes = 0.0, 0.0, 0
 
     def losses(self, output: Tensor | tuple[Tensor, RoutingSummary], targets: Tensor) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy in nats a token, and the same plus the routers' losses, which is what backward wants."""
@@ -38,6 +38,7 @@ class RunRouting:
         loss = next_token_loss(logits, targets)
         self._counts = self._counts + routing.counts.double()
         self._entropy += float(routing.entropy)
+        self._dropped += float(routing.dropped)
         self._passes += 1
         config = self._config
         return loss, loss + config.balance_loss * routing.load_balancing_loss + config.z_loss * routing.z_loss
@@ -47,14 +48,16 @@ class RunRouting:
         if not self._passes:
             return {}
         layers, experts = self._counts.shape
-        entropy, passes, *counts = self._ranks.sum([self._entropy, self._passes, *self._counts.flatten().tolist()])
+        own = [self._entropy, self._dropped, self._passes, *self._counts.flatten().tolist()]
+        entropy, dropped, passes, *counts = self._ranks.sum(own)
         load = torch.tensor(counts, dtype=torch.float64).view(layers, experts)
         load = load / load.sum(-1, keepdim=True)
         self._counts = torch.zeros(())
-        self._entropy, self._passes = 0.0, 0
+        self._entropy, self._dropped, self._passes = 0.0, 0.0, 0
         evenness = torch.special.entr(load).sum(-1).mean() / math.log(experts) if experts > 1 else torch.ones(())
         return {
             "expert_load": load.tolist(),
             "load_evenness": float(evenness),
             "router_entropy": entropy / passes,
+            "dropped_share": dropped / passes,
         }

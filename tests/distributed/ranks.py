@@ -57,6 +57,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs,), daemon=True)
             process.start()
+            theirs.close()  # or the end of the worker would not close the pipe
             self._workers.append((process, ours))
         self._calls += 1
         rendezvous = Path(self._directory.name) / f"call-{self._calls}"

@@ -1,6 +1,7 @@
 """Saving, resuming exactly, taking over checkpoints with masters, and the tools that read DeepSpeed's files."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,3 +153,48 @@ def load_other_recipe(directory: str) -> str:
 def test_another_recipe_is_refused(tmp_path: Path) -> None:
     for message in run_ranks(2, load_other_recipe, str(tmp_path)):
         assert "load with the recipe and the number of ranks that saved them" in message
+
+
+def save_masters(stage: int, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What DeepSpeed's own AdamW with masters holds after some steps."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    engine = engine_of(build(**ODD), masters_config(stage, "bf16"))
+    train(engine, 3)
+    engine.save_checkpoint(directory)
+    parameters = dict(engine.module.named_parameters())
+    return stored_weights(engine), {n: safe_get_full_optimizer_state(p, "exp_avg") for n, p in parameters.items()}
+
+
+def start_from(where: str | dict[str, Tensor], stage: int) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    from eco_dist.checkpoint import take_over
+
+    engine = engine_of(build(seed=1, **ODD), config(stage, "bf16"))
+    steps = take_over(where, engine, engine.optimizer)
+    parameters = dict(engine.module.named_parameters())
+    moments = {n: safe_get_full_optimizer_state(p, "exp_avg") for n, p in parameters.items()}
+    held = stored_weights(engine)
+    assert all(loss == loss for loss in train(engine, 1, first=3))
+    return steps, held, moments
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_another_number_of_ranks_starts_from_masters(stage: int, tmp_path: Path) -> None:
+    """By way of DeepSpeed's own tools: a universal checkpoint, with moments, and zero_to_fp32, without."""
+    from deepspeed.checkpoint import ds_to_universal
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    masters, moments = run_ranks(2, save_masters, stage, str(tmp_path / "saved"))[0]
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "saved"))
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": False}
+    folders = {"input_folder": str(tmp_path / "saved" / "global_step3"), "output_folder": str(tmp_path / "universal")}
+    ds_to_universal.main(SimpleNamespace(**options, **folders, inject_missing_state=True))
+    weights = {name: tensor.detach() for name, tensor in weights.items()}
+    for where, steps in ((str(tmp_path / "universal"), 3), (weights, 0)):
+        taken, got, first = run_ranks(1, start_from, where, 5 - stage)[0]
+        assert taken == steps
+        for name, value in masters.items():
+            assert float((got[name] - value).abs().max()) <= 2**-4 * float(value.abs().max()), name
+            assert torch.equal(first[name], moments[name] if steps else torch.zeros_like(value)), name

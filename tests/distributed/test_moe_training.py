@@ -17,7 +17,7 @@ def test_two_ranks_share_the_experts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "eco_dist", "train", "--config", "configs/smoe-tiny.yaml", "model.preset=smoe-nano"]
     command += [f"data.path={text}", "run.steps=12", "run.eval_sequences=8", f"run.directory={tmp_path / 'run'}"]
-    command += ["model.expert_wire=fp8", "run.save_every=10"]
+    command += ["model.expert_wire=fp8", "model.expert_capacity=1.0", "run.save_every=10"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
@@ -26,6 +26,7 @@ def test_two_ranks_share_the_experts(tmp_path: Path) -> None:
     assert summary["measured_static_bytes"] == summary["planned_static_bytes"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < lines[0]["loss"]
+    assert all(0.0 < line["dropped_share"] < 0.5 for line in lines)
     assert all(abs(sum(layer) - 1) < 1e-9 for line in lines for layer in line["expert_load"])
     assert any("all_to_all" in name or "alltoall" in name for name in summary["wire_bytes_per_step"][0])
     assert (tmp_path / "run" / "expert_load.png").stat().st_size > 10_000

@@ -91,15 +91,17 @@ def test_two_torchrun_nodes_train(start: Start, tmp_path: Path) -> None:
 
 
 def test_two_nodes_of_deepspeeds_launcher_train(start: Start, tmp_path: Path) -> None:
-    """Without ssh: the launcher runs on each node by hand. Two loopback addresses are the two nodes."""
+    """Without ssh: the launcher runs on each node by hand. Two loopback addresses are the nodes; ZeRO shards."""
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
     where = {"HOSTFILE": str(hostfile), "MASTER_PORT": free_port()}
-    arguments = settings(tmp_path / "run", "run.steps=4")
+    arguments = settings(tmp_path / "run", "run.steps=4", "engine=deepspeed", "zero=3")
     nodes = [start(command_of(dry_run("deepspeed.sh", *arguments, NODE_RANK=str(node), **where))) for node in range(2)]
     outputs = [node.communicate(timeout=200)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["world_size"], summary["engine"]) == (2, "zero3")
+    assert summary["measured_static_bytes"] == summary["planned_static_bytes"]
 
 
 def test_a_killed_node_is_named(start: Start, tmp_path: Path) -> None:

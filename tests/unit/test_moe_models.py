@@ -114,6 +114,7 @@ def test_training_on_one_process_reports_experts(tmp_path: Path) -> None:
             assert sum(layer) == pytest.approx(1.0)
         assert 0.0 < line["load_evenness"] <= 1.0
         assert 0.0 < line["router_entropy"] <= 1.387  # log 4
+        assert line["dropped_share"] == 0.0
     assert (tmp_path / "run" / "expert_load.png").stat().st_size > 10_000
 
 

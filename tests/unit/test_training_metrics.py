@@ -125,6 +125,19 @@ def test_runs_are_compared_against_the_first_baseline(tmp_path: Path) -> None:
     assert (tmp_path / "all.png").exists()
 
 
+def test_engines_stand_in_one_table(tmp_path: Path) -> None:
+    """Runs of one recipe are told apart by engine; gradients count whichever way they were reduced."""
+    zero = dataclasses.replace(SUMMARY, engine="zero2", wire_bytes_per_step=[{"all_reduce": 5 * 2**20}, {}])
+    for name, summary in (("a", SUMMARY), ("b", zero)):
+        write_run(tmp_path / name, summary)
+    console = Console(width=220)
+    with console.capture() as capture:
+        console.print(compare_runs([tmp_path / "a", tmp_path / "b"]))
+    assert "fp8 (fsdp2)" in capture.get()
+    row = next(line for line in capture.get().splitlines() if "fp8 (zero2)" in line)
+    assert "5.00 MiB" in row
+
+
 def test_a_directory_without_a_finished_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="finished run"):
         compare_runs([tmp_path])

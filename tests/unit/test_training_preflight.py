@@ -2,6 +2,7 @@
 
 import dataclasses
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,15 @@ def test_the_directory_may_differ_but_nothing_else() -> None:
     assert facts_of(TrainConfig(run=RunConfig(directory="elsewhere"))).config == base.config
     assert facts_of(TrainConfig(engine=EngineConfig(timeout_s=7))).config != base.config
     assert base.versions["torch"] == torch.__version__
+
+
+def test_a_deepspeed_json_is_compared_by_what_it_says(tmp_path: Path) -> None:
+    texts = {"a": "{}", "b": "{}", "c": '{"wall_clock_breakdown": true}'}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    engines = [EngineConfig(name="deepspeed", json=tmp_path / name) for name in texts]
+    same, equal, other = (facts_of(TrainConfig(engine=engine)).config for engine in engines)
+    assert same == equal != other
 
 
 def test_a_node_with_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:

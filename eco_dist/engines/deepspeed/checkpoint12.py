@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from eco_dist.engines.deepspeed.checkpoint import (
     save_shards,
     take_over_shards,
 )
+from eco_dist.engines.deepspeed.checkpoint_runs import HeldRun, HoldsRuns, flat_runs
 from eco_dist.engines.deepspeed.shards import ShardOptimizer, WeightShard
 from eco_dist.engines.deepspeed.working_copy import WorkingCopy
 
@@ -34,7 +35,7 @@ _KEYS = {
 }
 
 
-class Checkpoint12(DeepSpeedZeroOptimizer):
+class Checkpoint12(HoldsRuns, DeepSpeedZeroOptimizer):
     """The part of `ECOZeroOptimizer` that reads and writes."""
 
     optimizer: ShardOptimizer
@@ -139,12 +140,29 @@ class Checkpoint12(DeepSpeedZeroOptimizer):
             take_over_shards(self.optimizer, self.shards.values(), masters)
             self._take_over_plain(masters)
         self._load_global_state(mine)
+        if load_optimizer_states:
+            self.show_loaded()
+        else:
+            self._share_plain_groups()
+            self.working_copy.after_update()
+
+    # --- checkpoints of eco_dist.checkpoint --------------------------------------------------------------------------
+
+    def plain_runs(self) -> Iterator[tuple[int, HeldRun]]:
+        """High-precision parameters of this rank's partitions, and empty runs of the others."""
+        for index, members in enumerate(self.bit16_groups):
+            if not self.is_quantized_group(index):
+                flat = self.single_partition_of_fp32_groups[index]
+                yield from flat_runs(self.optimizer, flat, map(_place, members))
+
+    @torch.no_grad()
+    def show_loaded(self) -> None:
+        """Weights of all ranks, and the moments that DeepSpeed's tools find."""
         self._share_plain_groups()
         self.working_copy.after_update()
-        if load_optimizer_states:
-            self._hp_optimizer_states_linked = False
-            self._link_all_hp_params()
-            self._lazy_init_hp_params_optimizer_state()
+        self._hp_optimizer_states_linked = False
+        self._link_all_hp_params()
+        self._lazy_init_hp_params_optimizer_state()
 
     @torch.no_grad()
     def _load_plain_partitions(self, masters: Sequence[Tensor]) -> None:
@@ -184,3 +202,12 @@ class Checkpoint12(DeepSpeedZeroOptimizer):
         for parameter in self.working_copy.filled():
             self.shards[id(parameter)].assign_changed(parameter.data)
         self.working_copy.is_stale = True
+
+
+def _place(parameter: Any) -> tuple[Any, tuple[int, ...], int, int, int]:
+    """A parameter, its shape, its first element here, where that lies in the flat partition, how many."""
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return parameter, tuple(parameter.shape), 0, 0, 0
+    source, target = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+    return parameter, tuple(parameter.shape), source.start, target.start, target.numel

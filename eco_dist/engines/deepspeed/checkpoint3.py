@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from eco_dist.engines.deepspeed.checkpoint import (
     save_shards,
     take_over_shards,
 )
+from eco_dist.engines.deepspeed.checkpoint_runs import HeldRun, HoldsRuns, flat_runs
 from eco_dist.engines.deepspeed.partitions import Gathering, Partition
 from eco_dist.engines.deepspeed.shards import ShardOptimizer, WeightShard
 
 _KEYS = {"masters": FP32_FLAT_GROUPS, "optimizer": OPTIMIZER_STATE_DICT}
 
 
-class Checkpoint3(DeepSpeedZeroOptimizer_Stage3):
+class Checkpoint3(HoldsRuns, DeepSpeedZeroOptimizer_Stage3):
     """The part of `ECOZeroOptimizer3` that reads and writes."""
 
     optimizer: ShardOptimizer
@@ -147,6 +149,32 @@ class Checkpoint3(DeepSpeedZeroOptimizer_Stage3):
                     self.fp32_partitioned_groups_flat[index].data.copy_(saved.data)
         for index in range(len(self.fp16_groups)):
             self._reassign_or_swap_out_partitioned_parameters(index)
+
+    # --- checkpoints of eco_dist.checkpoint --------------------------------------------------------------------------
+
+    def plain_runs(self) -> Iterator[tuple[int, HeldRun]]:
+        """This rank's partitions of high-precision parameters, without padding."""
+        for index, members in enumerate(self.fp16_groups):
+            if not self.is_quantized_group(index):
+                flat = self.fp32_partitioned_groups_flat[index]
+                yield from flat_runs(self.optimizer, flat, self._places(members))
+
+    def _places(self, members: list[Any]) -> Iterator[tuple[Any, tuple[int, ...], int, int, int]]:
+        offset = 0
+        for parameter in members:
+            length = parameter.partition_numel()
+            start = self._get_param_partition_rank(parameter) * length
+            yield parameter, tuple(parameter.ds_shape), start, offset, min(max(parameter.ds_numel - start, 0), length)
+            offset += length
+
+    @torch.no_grad()
+    def show_loaded(self) -> None:
+        """Weights in 16 bits where they are partitioned or kept whole."""
+        for index in range(len(self.fp16_groups)):
+            self._reassign_or_swap_out_partitioned_parameters(index)
+        if self.persistent_parameters:
+            self.persistent_parameters[0].partition(self.persistent_parameters)
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
 
     def _parameters_in_order(self) -> list[tuple[str, int]]:
         """Names and sizes in the order of the client's groups, which is the order of files without ECO."""

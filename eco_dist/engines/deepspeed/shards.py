@@ -164,6 +164,18 @@ class ShardOptimizer(ECOOptimizer):
             source.update(_options(group))
             seen.update(_options(group))
 
+    def state_dict(self) -> dict[str, Any]:
+        """As any optimizer's, with what the client's scheduler has changed since the last step."""
+        self.follow_client()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As any optimizer's; the client's groups show the options that were saved, such as the learning rate."""
+        super().load_state_dict(state_dict)
+        for group, source, seen in zip(self.param_groups, self._sources, self._seen, strict=True):
+            source.update(_options(group))
+            seen.update(_options(group))
+
     @torch.no_grad()
     def step_tensors(self, work: Sequence[tuple[Tensor, Tensor]], group: dict[str, Any], grad_scale: float) -> None:
         """Step some tensors of a group.
