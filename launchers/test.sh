@@ -8,4 +8,12 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports --no-logo
-pytest "$@"
+if [ $# -gt 0 ]; then
+    pytest "$@"
+    exit
+fi
+# Unit tests are one process each and share the cores; tests that start ranks have them to themselves.
+status=0
+pytest --numprocesses 2 --dist loadfile tests/unit || status=1
+pytest --ignore tests/unit || status=1
+exit $status

@@ -108,6 +108,7 @@ def tables() -> None:
     run_ranks(3, compared, ("odd", 2, "fp8-8bit", {}))
 
 
+ON_ONE: list[Case] = [("odd", 3, "fp8", {"persistence": 1000}), ("odd", 2, "fp8-8bit", {})]
 ON_TWO: list[Case] = [
     ("odd", 1, "fp8-8bit", {}),
     *(("odd", 2, "fp8-8bit", {"working_copy": copy}) for copy in ("replica", "transient", "kept")),
@@ -134,7 +135,7 @@ ON_THREE: list[Case] = [
 
 @pytest.mark.parametrize(
     ("world", "case"),
-    [(2, case) for case in ON_TWO] + [(3, case) for case in ON_THREE],
+    [(1, case) for case in ON_ONE] + [(2, case) for case in ON_TWO] + [(3, case) for case in ON_THREE],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else str(value),
 )
 def test_every_rank_holds_what_was_planned(world: int, case: Case) -> None:

@@ -68,7 +68,7 @@ def test_an_expert_asleep_does_not_move_and_wakes_where_it_was() -> None:
         chosen = torch.full((8, 1), expert)
         counts = torch.bincount(chosen.flatten(), minlength=4)
         nothing = torch.zeros(())
-        routing = Routing(torch.ones(8, 1), chosen, counts, nothing, nothing, nothing)
+        routing = Routing(torch.ones(8, 1), chosen, counts, nothing, nothing, nothing, nothing)
         layer.experts(x, routing).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()

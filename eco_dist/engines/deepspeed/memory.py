@@ -102,7 +102,7 @@ class ZeroMemory:
             yield from self._of_flat(name, master, pieces)
         ours = getattr(zero, "partitions", {})
         for name, parameter in self._named.items():
-            if id(parameter) not in ours:
+            if id(parameter) not in ours and not _share_memory(parameter, parameter.ds_tensor):
                 yield name, _WORKING, parameter.ds_tensor.view(-1)[: _elements_here(parameter)]
         yield "gradient partitions", _FRAMEWORK, zero.grad_partitions_flat_buffer
         yield "overflow flag", _FRAMEWORK, zero.inf_or_nan_tracker
@@ -122,6 +122,11 @@ class ZeroMemory:
 def _is_placeholder(tensor: Tensor) -> bool:
     """Whether a tensor has a length and no memory."""
     return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
+
+
+def _share_memory(parameter: Tensor, partition: Tensor) -> bool:
+    """Whether a parameter that stays whole is a view of its partition, as on one rank."""
+    return bool(parameter.numel()) and parameter.untyped_storage().data_ptr() == partition.untyped_storage().data_ptr()
 
 
 def _elements_here(parameter: Any) -> int:

@@ -130,9 +130,10 @@ class Zero:
     def _working(self, tensor: ModelTensor, mesh: Mesh) -> Bytes:
         elements = math.prod(local_shape(tensor, mesh))
         if self.stage == 3:
-            if _is_codes(tensor) or elements > self.options.persistence:
-                return []
-            gathered = 2 * _ceil(elements, parts(tensor, mesh))
+            count = parts(tensor, mesh)
+            if _is_codes(tensor) or elements > self.options.persistence or count == 1:
+                return []  # or, on one rank, the partition itself
+            gathered = 2 * _ceil(elements, count)
             return [(Category.WORKING, 2 * elements), (Category.PADDING, gathered - 2 * elements)]
         if self.stage == 0:
             return []  # in the pools
