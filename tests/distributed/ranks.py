@@ -6,6 +6,7 @@ has a process group of its own, rendezvous through a file and a timeout, so one 
 
 import atexit
 import datetime
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -25,6 +26,7 @@ CALL_TIMEOUT_SECONDS = 200
 def _work(pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    is_first = True
     while True:
         job = pipe.recv()
         if job is None:
@@ -40,6 +42,11 @@ def _work(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # Groups that cycles of dead engines still hold keep threads that poll; hundreds of them fill a processor.
+            gc.collect()
+            if is_first:
+                gc.freeze()  # modules, which need not be looked at again
+            is_first = False
 
 
 class Ranks:
