@@ -8,8 +8,9 @@ each in the compute dtype:
 * attention: queries, keys and values as the attention kernel gets them, its output, and the output as the next
   product reads it; with latent attention (MLA) also both latents before and after their norm
 * feed-forward of hidden width F: both projections, silu of the first, their product: 4 F
-* experts: 4 F for each of the k experts a token goes to, and its permuted input and output: 2 k D; with expert
-  parallelism, as much again for both ends of the all-to-all
+* experts: 4 F for each of the k experts a token goes to, and its permuted input and output: 2 k D. Expert parallelism
+  of this package adds nothing, since neither exchange nor permutation keeps rows; in DeepSpeed's layer (`ep` below),
+  as much again for both ends of the all-to-all
 
 and 4 bytes a head for the softmax. Checkpointing keeps the input of each block, D, and one block while it is
 recomputed. The last norm keeps 3 D. The logits take 4 bytes three times while the loss is differentiated. Tensor and
@@ -103,10 +104,17 @@ class Batch:
 def layer_bytes(shape: TransformerShape, batch: Batch, layer: int, *, ep: int = 1) -> int:
     """Bytes that one block keeps from its forward to its backward, without checkpointing."""
     elements = 6 * shape.width + shape.query + shape.key + shape.value + 2 * shape.out + shape.latent
-    elements += 4 * shape.feed_forward(layer)
-    if shape.is_routed(layer):
-        elements += 2 * shape.active * shape.width * (2 if ep > 1 else 1)
-    return batch.tokens * (batch.compute_bytes * elements + 4 * shape.heads)
+    elements += 4 * (shape.shared_hidden if shape.is_routed(layer) else shape.hidden)
+    own = batch.tokens * (batch.compute_bytes * elements + 4 * shape.heads)
+    return own + routed_bytes(shape, batch, layer, ep=ep)
+
+
+def routed_bytes(shape: TransformerShape, batch: Batch, layer: int, *, ep: int = 1) -> int:
+    """The part of `layer_bytes` that belongs to a block's routed experts; 0 in a dense block."""
+    if not shape.is_routed(layer):
+        return 0
+    elements = shape.active * (4 * shape.expert_hidden + 2 * shape.width * (2 if ep > 1 else 1))
+    return batch.tokens * batch.compute_bytes * elements
 
 
 def kept_bytes(shape: TransformerShape, batch: Batch, layer: int, *, ep: int = 1) -> int:
