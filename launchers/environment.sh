@@ -14,7 +14,7 @@ if [ ! -x .venv/bin/python ]; then
     }
 fi
 . .venv/bin/activate
-stamp="$(cat constraints.txt pyproject.toml | sha256sum)"
+stamp="$(cat constraints.txt pyproject.toml | sha256sum)${ECO_DIST_TEST_DEEPSPEED:-}"
 if [ "$(cat ".venv/installed-$1" 2>/dev/null)" != "$stamp" ]; then
     # torch first and by its exact version: a later package's looser range must not bring another build.
     pip install --quiet "$(grep '^torch==' constraints.txt)"
@@ -22,6 +22,10 @@ if [ "$(cat ".venv/installed-$1" 2>/dev/null)" != "$stamp" ]; then
     DS_BUILD_OPS=0 pip install --quiet --constraint constraints.txt --editable ".[$1]"
     # megablocks asks for an older torch, and what it compiles is replaced by plain torch (docs/moe.md).
     case ",$1," in *,dev,*) pip install --quiet --no-deps --no-build-isolation --constraint constraints.txt megablocks stanford-stk ;; esac
+    if [ -n "${ECO_DIST_TEST_DEEPSPEED:-}" ]; then
+        # Another version than the pinned one, to see whether the engine still fits it; torch stays as it is.
+        DS_BUILD_OPS=0 pip install --quiet "$(grep '^torch==' constraints.txt)" "deepspeed==$ECO_DIST_TEST_DEEPSPEED"
+    fi
     echo "$stamp" >".venv/installed-$1"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -62,6 +62,7 @@ def test_a_broken_contract_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{step}s does not exist" in text
     assert "no longer contains `self._make_coffee()`" in text
     assert "deepspeed==0.19.8" in text
+    assert "train on FSDP2" in text
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,8 @@ def require_contract() -> None:
 
         raise ImportError(
             f"expected DeepSpeed {TESTED_VERSION} or one like it, got {deepspeed.__version__}, which differs where "
-            f"the ECO engine needs it; install deepspeed=={TESTED_VERSION}:\n  " + "\n  ".join(missing)
+            f"the ECO engine needs it; install deepspeed=={TESTED_VERSION}, or train on FSDP2 (eco_dist.shard_model), "
+            "which needs no DeepSpeed:\n  " + "\n  ".join(missing)
         )
 
 
