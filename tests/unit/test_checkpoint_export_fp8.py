@@ -46,7 +46,7 @@ def llama(granularity: str, root: Path) -> tuple[nn.Module, Any]:
 @pytest.mark.parametrize("granularity", ["block", "row", "tensor"])
 def test_transformers_decodes_to_our_weights(granularity: str, tmp_path: Path) -> None:
     """With its own dequantization, which it uses where there is no GPU."""
-    pytest.importorskip("accelerate", reason="transformers wants it for FP8; not in CI")
+    pytest.importorskip("accelerate", reason="transformers wants it for FP8")
     from transformers import LlamaForCausalLM
 
     model, _ = llama(granularity, tmp_path)
