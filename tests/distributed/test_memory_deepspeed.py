@@ -108,7 +108,11 @@ def tables() -> None:
     run_ranks(3, compared, ("odd", 2, "fp8-8bit", {}))
 
 
-ON_ONE: list[Case] = [("odd", 3, "fp8", {"persistence": 1000}), ("odd", 2, "fp8-8bit", {})]
+ON_ONE: list[Case] = [
+    ("odd", 3, "fp8", {"persistence": 1000}),
+    ("odd", 2, "fp8-8bit", {}),
+    ("odd", 3, "bf16-master", {"persistence": 1000}),
+]
 ON_TWO: list[Case] = [
     ("odd", 1, "fp8-8bit", {}),
     *(("odd", 2, "fp8-8bit", {"working_copy": copy}) for copy in ("replica", "transient", "kept")),
