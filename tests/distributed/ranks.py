@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 GROUP_TIMEOUT = datetime.timedelta(seconds=60)
 CALL_TIMEOUT_SECONDS = 200
+CALLS_OF_A_WORKER = 40
+"""After so many the next module gets new ones: DeepSpeed keeps groups of engines that are gone, whose threads poll."""
 
 
 def _work(pipe: Connection) -> None:
@@ -54,11 +56,15 @@ class Ranks:
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
-        self._calls = 0
+        self._calls = self._calls_before = 0
+        self._module = ""
         self._directory = tempfile.TemporaryDirectory(prefix="eco-dist-ranks-")
         atexit.register(self.stop)
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if function.__module__ != self._module and self._calls - self._calls_before >= CALLS_OF_A_WORKER:
+            self.stop()
+        self._module = function.__module__
         context = multiprocessing.get_context("spawn")
         while len(self._workers) < world:
             ours, theirs = context.Pipe()
@@ -91,6 +97,7 @@ class Ranks:
         for process, _ in self._workers:
             process.kill()
         self._workers.clear()
+        self._calls_before = self._calls
 
 
 _POOLS: dict[str, Ranks] = {}
