@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from eco_dist.terminal import console, is_first_rank
 __all__ = ["main"]
 
 USER_ERROR = 2
+PATIENCE_S = 3.0
+"""How long the other ranks let the first one speak: the launcher ends it as soon as one of them has ended."""
 LOST_NODE = 4
 OWN_PACKAGE = "eco_dist"
 
@@ -181,6 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         if is_first_rank():
             print(f"eco-dist: {' '.join(str(error).split())}", file=sys.stderr)
+        else:
+            time.sleep(PATIENCE_S)
         return USER_ERROR
 
 
