@@ -38,6 +38,17 @@ def expert_mesh(expert_parallel: int, device_type: str) -> DeviceMesh:
     """
     if not dist.is_initialized():
         raise RuntimeError("expected an initialized process group; start with torchrun and init_process_group() first")
+    check_divides_world(expert_parallel)
+    shape = (dist.get_world_size() // expert_parallel, expert_parallel)
+    return init_device_mesh(device_type, shape, mesh_dim_names=(EXPERT_DATA, EXPERT))
+
+
+def check_divides_world(expert_parallel: int) -> None:
+    """Refuse a number of ranks that cannot share experts; collective over all ranks.
+
+    Raises:
+        ValueError: if it does not divide the world size, or ranks ask for different numbers.
+    """
     check_same_everywhere("expert_parallel", expert_parallel)
     world = dist.get_world_size()
     if expert_parallel < 1 or world % expert_parallel:
@@ -45,8 +56,6 @@ def expert_mesh(expert_parallel: int, device_type: str) -> DeviceMesh:
             f"expected expert_parallel to divide the world size {world}, got {expert_parallel}; "
             "change it or the number of ranks"
         )
-    shape = (world // expert_parallel, expert_parallel)
-    return init_device_mesh(device_type, shape, mesh_dim_names=(EXPERT_DATA, EXPERT))
 
 
 def check_same_everywhere(what: str, value: Any) -> None:

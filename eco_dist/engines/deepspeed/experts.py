@@ -18,7 +18,7 @@ from deepspeed.utils import groups as process_groups
 from torch import nn
 
 from eco_dist.moe.experts import Experts
-from eco_dist.moe.parallel import check_same_everywhere, expert_layers, rows_of
+from eco_dist.moe.parallel import check_divides_world, expert_layers, rows_of
 
 
 class ZeroExperts(Experts, MoE):
@@ -46,12 +46,7 @@ def shard_experts(model: nn.Module, expert_parallel: int) -> None:
     """
     if not dist.is_initialized():
         raise RuntimeError("expected an initialized process group; call deepspeed.init_distributed() first")
-    check_same_everywhere("expert_parallel", expert_parallel)
-    if expert_parallel < 1 or dist.get_world_size() % expert_parallel:
-        raise ValueError(
-            f"expected expert_parallel to divide the world size {dist.get_world_size()}, got {expert_parallel}; "
-            "change it or the number of ranks"
-        )
+    check_divides_world(expert_parallel)
     layers = expert_layers(model, expert_parallel)
     if expert_parallel == 1:
         return
