@@ -34,7 +34,7 @@ from eco_dist.memory.categories import Category
 from eco_dist.memory.layouts.base import Layout
 from eco_dist.memory.layouts.fsdp import local_count, local_shape, parts
 from eco_dist.memory.mesh import Mesh
-from eco_dist.memory.peak_zero import ZeroStep
+from eco_dist.memory.peak_zero import ZeroStep, moment
 from eco_dist.memory.report import Moment
 from eco_dist.memory.tensors import ModelShape, ModelTensor
 
@@ -205,28 +205,10 @@ class _Step:
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
-    def _moment(
-        self,
-        name: str,
-        *,
-        unsharded: int = 0,
-        communication: int = 0,
-        gradients: int = 0,
-        activations: int = 0,
-        temporaries: int = 0,
-    ) -> Moment:
+    def _moment(self, name: str, *, unsharded: int = 0, communication: int = 0, **others: int) -> Moment:
         if not self.sharded:  # the weights are where they are; only what is decoded on the way comes and goes
             unsharded = communication = 0
-        return Moment(
-            name=name,
-            bytes={
-                Category.GRADIENTS: gradients,
-                Category.UNSHARDED: unsharded,
-                Category.COMMUNICATION: communication,
-                Category.ACTIVATIONS: activations,
-                Category.TEMPORARIES: temporaries,
-            },
-        )
+        return moment(name, unsharded=unsharded, communication=communication, **others)
 
     @property
     def _layers(self) -> int:

@@ -82,6 +82,28 @@ class Unit:
         return unit
 
 
+def moment(
+    name: str,
+    *,
+    unsharded: int = 0,
+    communication: int = 0,
+    gradients: int = 0,
+    activations: int = 0,
+    temporaries: int = 0,
+) -> Moment:
+    """A moment of a step with the transient bytes of each category."""
+    return Moment(
+        name=name,
+        bytes={
+            Category.GRADIENTS: gradients,
+            Category.UNSHARDED: unsharded,
+            Category.COMMUNICATION: communication,
+            Category.ACTIVATIONS: activations,
+            Category.TEMPORARIES: temporaries,
+        },
+    )
+
+
 class ZeroStep:
     """One step, moment by moment."""
 
@@ -102,7 +124,7 @@ class ZeroStep:
         """Moments in order."""
         count = len(self._blocks)
         for layer, block in enumerate(self._blocks):
-            yield self._moment(
+            yield moment(
                 f"forward {layer}",
                 unsharded=self._unsharded(block),
                 communication=self._gathered(block),
@@ -119,7 +141,7 @@ class ZeroStep:
         output = logits = 0
         if self._shape is not None and self._batch is not None:
             output, logits = output_bytes(self._shape, self._batch), logits_bytes(self._shape, self._batch)
-        return self._moment(
+        return moment(
             "loss",
             unsharded=self._unsharded(Unit()),
             activations=self._kept(len(self._blocks)) + output,
@@ -138,7 +160,7 @@ class ZeroStep:
             gradients = 2 * sum(unit.partition for unit in (*done, block))
         else:
             gradients = self._partitions()
-        return self._moment(
+        return moment(
             f"backward {layer}",
             unsharded=unsharded,
             communication=self._bucket() + (0 if is_decoded else self._gathered(block)),
@@ -152,39 +174,16 @@ class ZeroStep:
         """The end of backward: the embedding's gradient, and at stage 1 everybody's."""
         gradients = self._partitions() + (2 * self._all.trained if self._stage <= 1 else 8 * self._root.largest)
         bucket = 2 * self._options.reduce_bucket if self._stage in (1, 2) else 0
-        return self._moment("reduce", unsharded=self._unsharded(Unit()), communication=bucket, gradients=gradients)
+        return moment("reduce", unsharded=self._unsharded(Unit()), communication=bucket, gradients=gradients)
 
     def _step(self) -> Moment:
         if not self._all.codes:  # torch's AdamW on fp32 copies of the partition's gradients
-            return self._moment(
-                "optimizer step", gradients=4 * self._all.partition, temporaries=8 * self._all.partition
-            )
+            return moment("optimizer step", gradients=4 * self._all.partition, temporaries=8 * self._all.partition)
         unsharded = 2 * self._all.codes if self._is_transient else 0
         gradients = 2 * self._all.partition + 4 * self._all.plain
-        return self._moment("optimizer step", unsharded=unsharded, gradients=gradients)
+        return moment("optimizer step", unsharded=unsharded, gradients=gradients)
 
     # --- parts ------------------------------------------------------------------------------------------------------
-
-    def _moment(
-        self,
-        name: str,
-        *,
-        unsharded: int = 0,
-        communication: int = 0,
-        gradients: int = 0,
-        activations: int = 0,
-        temporaries: int = 0,
-    ) -> Moment:
-        return Moment(
-            name=name,
-            bytes={
-                Category.GRADIENTS: gradients,
-                Category.UNSHARDED: unsharded,
-                Category.COMMUNICATION: communication,
-                Category.ACTIVATIONS: activations,
-                Category.TEMPORARIES: temporaries,
-            },
-        )
 
     @property
     def _is_replica(self) -> bool:
