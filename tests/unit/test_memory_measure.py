@@ -104,7 +104,7 @@ def test_an_engine_describes_what_it_owns() -> None:
             yield "0.weight", "exp_avg", self.flat[1]
 
         def quantized_weights(self) -> Iterable[tuple[str, int, int]]:
-            return [("elsewhere", 3, 5)]
+            return [("elsewhere", 1_237, 1_249)]  # sizes of no other tensor here
 
     model, optimizer = stepped()
     before = measure(model, optimizer).ranks[0].by_category()
@@ -114,8 +114,8 @@ def test_an_engine_describes_what_it_owns() -> None:
     assert held[Category.FRAMEWORK] == 4 * WIDTH
     assert held[Category.MOMENTS] - before[Category.MOMENTS] == 4 * WIDTH
     assert held[Category.PADDING] == 4 * WIDTH * (WIDTH - 2)  # what no view covers
-    model[0].__dict__["shadow"] = torch.zeros(5)
-    with pytest.raises(MasterCopyError, match=r"shape \[5\] held by 'shadow'"):
+    model[0].__dict__["shadow"] = torch.zeros(1_249)
+    with pytest.raises(MasterCopyError, match=r"shape \[1249\] held by 'shadow'"):
         measure(model, optimizer, strict=True)
 
 
