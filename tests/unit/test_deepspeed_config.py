@@ -11,7 +11,7 @@ pytest.importorskip("deepspeed")
 
 from eco_dist.engines.deepspeed import contract
 from eco_dist.engines.deepspeed.config import DEEPSPEED_SKIP, read_config
-from eco_dist.engines.deepspeed.layout import Units, padded_group_length, runs_of_flat, unit_columns
+from eco_dist.engines.flat.units import Units, padded_group_length, runs_of_flat, unit_columns
 from eco_dist.recipe import Recipe
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eco_dist.engines.deepspeed.shards import ShardOptimizer, WeightShard
+from eco_dist.engines.flat.shards import ShardOptimizer, WeightShard
 from eco_dist.optim import StateKey
 
 ECO = "eco"

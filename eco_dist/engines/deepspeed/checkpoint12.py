@@ -25,8 +25,8 @@ from eco_dist.engines.deepspeed.checkpoint import (
     take_over_shards,
 )
 from eco_dist.engines.deepspeed.checkpoint_runs import HeldRun, HoldsRuns, flat_runs
-from eco_dist.engines.deepspeed.shards import ShardOptimizer, WeightShard
 from eco_dist.engines.deepspeed.working_copy import WorkingCopy
+from eco_dist.engines.flat.shards import ShardOptimizer, WeightShard
 
 _KEYS = {
     "masters": SINGLE_PARTITION_OF_FP32_GROUPS,

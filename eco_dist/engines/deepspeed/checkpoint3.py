@@ -22,7 +22,7 @@ from eco_dist.engines.deepspeed.checkpoint import (
 )
 from eco_dist.engines.deepspeed.checkpoint_runs import HeldRun, HoldsRuns, flat_runs
 from eco_dist.engines.deepspeed.partitions import Gathering, Partition
-from eco_dist.engines.deepspeed.shards import ShardOptimizer, WeightShard
+from eco_dist.engines.flat.shards import ShardOptimizer, WeightShard
 
 _KEYS = {"masters": FP32_FLAT_GROUPS, "optimizer": OPTIMIZER_STATE_DICT}
 

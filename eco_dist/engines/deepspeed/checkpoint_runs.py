@@ -14,7 +14,7 @@ import torch
 from deepspeed.moe.utils import is_moe_param
 from torch import Tensor
 
-from eco_dist.engines.deepspeed.shards import ShardOptimizer, WeightShard
+from eco_dist.engines.flat.shards import ShardOptimizer, WeightShard
 from eco_dist.optim.state import allocate_state
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eco_dist.engines.deepspeed.shards import WeightShard
+from eco_dist.engines.flat.shards import WeightShard
 
 Described = tuple[str, str, Tensor]
 """Name of a parameter or buffer, what its bytes are for, and a view of them; no two views overlap."""

@@ -19,9 +19,9 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from torch import Tensor
 
-from eco_dist.engines.deepspeed.layout import runs_of_flat
-from eco_dist.engines.deepspeed.shards import PlannedWeight, WeightShard
 from eco_dist.engines.deepspeed.wire import Section, WireLayout, all_gather_runs
+from eco_dist.engines.flat.shards import PlannedWeight, WeightShard
+from eco_dist.engines.flat.units import runs_of_flat
 
 
 class Partition:

@@ -12,7 +12,7 @@ from deepspeed.utils import groups as process_groups
 from torch import Tensor, nn
 
 from eco_dist.engines.deepspeed.config import EcoConfig
-from eco_dist.engines.deepspeed.shards import PlannedWeight, ShardOptimizer
+from eco_dist.engines.flat.shards import PlannedWeight, ShardOptimizer
 from eco_dist.optim import ECOOptimizer
 from eco_dist.weights import QuantizedWeight, plan_conversion
 from eco_dist.weights.convert import tensor_ids

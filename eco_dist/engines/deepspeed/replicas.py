@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eco_dist.engines.deepspeed.layout import Run
 from eco_dist.engines.deepspeed.wire import WireLayout, all_gather_runs
+from eco_dist.engines.flat.units import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

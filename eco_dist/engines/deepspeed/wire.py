@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eco_dist.engines.deepspeed.layout import Units
+from eco_dist.engines.flat.units import Units
 
 _ALIGNMENT = 16
 

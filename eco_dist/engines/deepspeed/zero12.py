@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from eco_dist.engines.deepspeed.checkpoint12 import Checkpoint12
 from eco_dist.engines.deepspeed.common import clip_factor, is_bad, refuse_moving, report_bad_gradients
-from eco_dist.engines.deepspeed.layout import runs_of_flat
 from eco_dist.engines.deepspeed.memory import Described, ZeroMemory
 from eco_dist.engines.deepspeed.plan import WeightPlan
 from eco_dist.engines.deepspeed.replicas import Location, Replicas
-from eco_dist.engines.deepspeed.shards import ShardOptimizer, WeightShard
 from eco_dist.engines.deepspeed.wire import Section, WireLayout
 from eco_dist.engines.deepspeed.working_copy import MODES
+from eco_dist.engines.flat.shards import ShardOptimizer, WeightShard
+from eco_dist.engines.flat.units import runs_of_flat
 
 
 class ECOZeroOptimizer(Checkpoint12):

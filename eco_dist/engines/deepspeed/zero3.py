@@ -18,7 +18,7 @@ from eco_dist.engines.deepspeed.common import clip_factor, is_bad, refuse_moving
 from eco_dist.engines.deepspeed.memory import Described, ZeroMemory
 from eco_dist.engines.deepspeed.partitions import Binder, Partition
 from eco_dist.engines.deepspeed.plan import WeightPlan
-from eco_dist.engines.deepspeed.shards import ShardOptimizer
+from eco_dist.engines.flat.shards import ShardOptimizer
 
 
 class ECOZeroOptimizer3(Checkpoint3):

@@ -1,11 +1,11 @@
-"""How DeepSpeed's partitions and our scale groups fit together.
+"""How an engine's flat partitions and our scale groups fit together.
 
 [Note: units]
-DeepSpeed cuts a run of flat elements wherever the number of ranks says. We never let it cut a scale group, an 8-bit
-moment's block or a row of random bits: a weight is counted in *units*, and every border falls between two. A unit is a
-block of 128 where rows are whole blocks, and a row otherwise. A run of units is then an ordinary shard whose rows are
-units: element numbers of the random bits, scale groups and moment blocks are those of the whole weight, so that any
-number of ranks, any stage and any other engine compute the same bits.
+DeepSpeed and FSDP1 cut a run of flat elements wherever the number of ranks says. No border of ours ever falls inside a
+scale group, an 8-bit moment's block or a row of random bits: a weight is counted in *units*, and every border falls
+between two. A unit is a block of 128 where rows are whole blocks, and a row otherwise. A run of units is then an
+ordinary shard whose rows are units: element numbers of the random bits, scale groups and moment blocks are those of the
+whole weight, so that any number of ranks, any stage and any other engine compute the same bits.
 
 * Stage 1, 2: parameters with equal units share a parameter group, whose flat length is padded to units x ranks.
 * Stage 3: every parameter is padded to units x ranks by itself.

@@ -1,4 +1,4 @@
-"""The optimizer DeepSpeed's ZeRO classes drive: it steps runs of units, each with its own codes, scales and moments."""
+"""The optimizer under engines that cut flat runs: it steps units, each with its own codes, scales and moments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eco_dist.engines.deepspeed.layout import Run, Units
+from eco_dist.engines.flat.units import Run, Units
 from eco_dist.numerics import decode_moment, encode_moment
 from eco_dist.optim import ECOOptimizer, Shard, StateKey
 from eco_dist.optim.state import allocate_state
