@@ -19,6 +19,7 @@ from eco_dist.memory.diff import diff_table
 from eco_dist.memory.fit import largest_batch, parse_bytes, smallest_world
 from eco_dist.memory.layouts import ZeroOptions, layout_of
 from eco_dist.memory.layouts.zero import WorkingCopy
+from eco_dist.memory.peak import Backend
 from eco_dist.memory.plan import mesh_for, plan_shape
 from eco_dist.memory.public import find_architecture, unknown_model
 from eco_dist.memory.render import Page, write_reports
@@ -54,6 +55,7 @@ class PlanRequest:
         batch: sequences a rank computes at a time.
         length: tokens of a sequence.
         compute: dtype of forward and backward.
+        backend: what carries gradients; gloo, on CPUs, copies what it reduces.
         checkpoint: recompute every block in backward.
         step_in_backward: step weights as soon as their gradient is there.
         working_copy: what forward reads at ZeRO 1 and 2, as in the JSON's `eco` section.
@@ -75,6 +77,7 @@ class PlanRequest:
     batch: int = 1
     length: int = 4096
     compute: Literal["bf16", "fp32"] = "bf16"
+    backend: Backend = "nccl"
     checkpoint: bool = True
     step_in_backward: bool = False
     working_copy: WorkingCopy = "replica"
@@ -139,6 +142,7 @@ class PlanRequest:
             in_backward=self.step_in_backward,
             budget=None if self.budget is None else parse_bytes(self.budget),
             zero=ZeroOptions(working_copy=self.working_copy, reduce_bucket=self.reduce_bucket),
+            backend=self.backend,
         )
 
     def _advice(self, model: ModelShape, report: MemoryReport) -> str:

@@ -1,7 +1,7 @@
 """Predicted memory: from shapes, an engine and a mesh, before anything exists. Works on a laptop for any cluster.
 
 Static bytes are exact: a formula per tensor and rank, read from the same layout functions that allocate. The timeline
-of a step is a model (`peak.py`).
+of a step is a model (`peak/`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from eco_dist.memory.baselines import Baseline, resolve
 from eco_dist.memory.categories import NOT_A_WEIGHTS, Category
 from eco_dist.memory.layouts import Entry, Layout, ZeroOptions, combine, layout_of
 from eco_dist.memory.mesh import Mesh
-from eco_dist.memory.peak import timeline
+from eco_dist.memory.peak import Backend, timeline
 from eco_dist.memory.report import Holding, MemoryReport, Moment, RankMemory, TensorMemory, tensor_entries
 from eco_dist.memory.tensors import ModelShape, module_shape
 from eco_dist.memory.versions import versions
@@ -42,6 +42,7 @@ def plan(
     transformer: TransformerShape | None = None,
     batch: Batch | None = None,
     zero: ZeroOptions | None = None,
+    backend: Backend = "nccl",
 ) -> MemoryReport:
     """Memory of a model before it is converted, for every rank.
 
@@ -58,13 +59,14 @@ def plan(
         transformer: shape of its layers; None leaves activations out of the timeline.
         batch: what a rank computes at a time; None leaves the timeline out.
         zero: keys of the DeepSpeed JSON for engines `zero0` to `zero3`; None for their defaults.
+        backend: what carries gradients; gloo makes a copy of what it reduces. For the timeline under FSDP.
 
     Raises:
         ValueError: for an unknown engine, recipe or optimizer, or a world size the engine cannot have.
     """
     shape = module_shape(model, resolve(recipe), skip=skip, also_skip=also_skip, plain=plain, transformer=transformer)
     mesh = mesh_for(engine, world_size, shards=shards)
-    return plan_shape(shape, engine=engine, mesh=mesh, optimizer=optimizer, batch=batch, zero=zero)
+    return plan_shape(shape, engine=engine, mesh=mesh, optimizer=optimizer, batch=batch, zero=zero, backend=backend)
 
 
 def mesh_for(engine: str, world_size: int, *, shards: int | None = None, ep: int = 1, tp: int = 1) -> Mesh:
@@ -102,6 +104,7 @@ def plan_shape(
     in_backward: bool = False,
     budget: int | None = None,
     zero: ZeroOptions | None = None,
+    backend: Backend = "nccl",
 ) -> MemoryReport:
     """Memory of a model that is known by its shapes.
 
@@ -114,6 +117,7 @@ def plan_shape(
         in_backward: whether weights are stepped in backward.
         budget: bytes a device has.
         zero: keys of the DeepSpeed JSON; None for their defaults.
+        backend: what carries gradients; gloo makes a copy of what it reduces.
 
     Raises:
         ValueError: for an unknown engine or optimizer, or experts that do not divide by the mesh's `ep`.
@@ -127,7 +131,9 @@ def plan_shape(
     replicated += layout.replicated(model.tensors, mesh, second_moment)
     if model.folds_layers:
         replicated = _folded(replicated)
-    moments = timeline(model, layout, mesh, batch, in_backward=in_backward) if batch is not None else ()
+    moments: tuple[Moment, ...] = ()
+    if batch is not None:
+        moments = timeline(model, layout, mesh, batch, in_backward=in_backward, backend=backend)
     by_position: list[Holding] = []
     for start, stop, entries in combine(layout.pools(model.tensors, mesh, second_moment), mesh.shards):
         by_position += [_holding(entries, replicated, moments, fold=model.folds_layers)] * (stop - start)

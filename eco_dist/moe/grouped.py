@@ -94,6 +94,6 @@ def _product(x: Tensor, weight: Tensor, counts: Tensor, *, transposed: bool, sca
     if scaled and transposed:
         assert isinstance(weight, QuantizedWeight)
         return scaled_product(x, weight, counts)
-    values = weight.decode() if isinstance(weight, QuantizedWeight) else weight
-    matrices = values.to(x.dtype).view(counts.shape[0], -1, weight.shape[-1])
+    values = weight.decode(x.dtype) if isinstance(weight, QuantizedWeight) else weight.to(x.dtype)
+    matrices = values.view(counts.shape[0], -1, weight.shape[-1])
     return grouped_product(x, matrices.mT if transposed else matrices, counts)

@@ -117,7 +117,7 @@ def _bound(
         if isinstance(kept, Tensor):
             return kept
         weight, kind, *layout = kept
-        values: Tensor = weight.decode().to(kind).as_strided(*layout)
+        values: Tensor = weight.decode(kind).as_strided(*layout)
         return values
 
     try:

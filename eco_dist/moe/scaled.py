@@ -53,7 +53,7 @@ def scaled_product(x: Tensor, weight: QuantizedWeight, counts: Tensor) -> Tensor
     experts, columns = counts.shape[0], x.shape[-1]
     if not _kernel_takes(x, weight.shape[0] // experts):
         rounded = decode(codes, scales, Format.E4M3, Granularity.ROW, columns).to(x.dtype)
-        return grouped_product(rounded, weight.decode().to(x.dtype).view(experts, -1, columns).mT, counts)
+        return grouped_product(rounded, weight.decode(x.dtype).view(experts, -1, columns).mT, counts)
     return torch._scaled_grouped_mm(
         codes.view(torch.float8_e4m3fn),
         weight.codes.view(torch.float8_e4m3fn).view(experts, -1, columns).mT,

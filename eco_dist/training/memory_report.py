@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from eco_dist.memory import MemoryReport, compare_table
@@ -147,6 +148,7 @@ def plan_run(
         optimizer=config.optimizer.name,
         batch=batch_of(config, world_size),
         zero=None if settings is None else zero_options(settings),
+        backend="nccl" if torch.cuda.is_available() and config.engine.device != "cpu" else "gloo",
     )
 
 

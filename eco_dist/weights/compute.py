@@ -24,7 +24,7 @@ class Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
         """Decode and cast."""
-        return weight.decode().to(dtype)
+        return weight.decode(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -40,7 +40,7 @@ class QuantizedLinear(torch.autograd.Function):
         """Product with the weight in the dtype of `x`."""
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return F.linear(x, weight.decode().to(x.dtype), bias)
+        return F.linear(x, weight.decode(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -48,7 +48,7 @@ class QuantizedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        grad_x = grad @ weight.decode().to(grad.dtype) if needs_x else None
+        grad_x = grad @ weight.decode(grad.dtype) if needs_x else None
         grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).float() if needs_weight else None
         grad_bias = rows.sum(0) if ctx.has_bias and needs_bias else None
         return grad_x, grad_weight, grad_bias

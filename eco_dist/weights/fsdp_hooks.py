@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.tensor import DTensor
 
-from eco_dist.numerics import Granularity, decode
+from eco_dist.numerics import Granularity, decode_into
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,18 +55,17 @@ class FSDPHooks:
         assert recipe.format is not None
         codes = outputs[0][:full_rows]
         scales = outputs[1][:full_rows] if len(outputs) > 1 else local_scales
-        values = decode(codes, scales, recipe.format, recipe.granularity, columns).to(param_dtype)
+        # FSDP2 reuses the unsharded parameter that autograd may have saved: same version, new contents. With expert
+        # parallelism that parameter is a DTensor, whose local part the values are.
+        target = out._local_tensor if isinstance(out, DTensor) else out
+        if target is None:
+            target = torch.empty((*codes.shape[:-1], columns), dtype=param_dtype, device=codes.device)
+        with torch.no_grad(), _unsafe_preserve_version_counter(target):
+            decode_into(target, codes, scales, recipe.format, recipe.granularity)
         for buffer in outputs:
             # FSDP2 allocates them again at the next all-gather; until then they would be dead weight.
             buffer.untyped_storage().resize_(0)
-        if out is None:
-            return values, (values,)
-        # FSDP2 reuses the unsharded parameter that autograd may have saved: same version, new contents. With expert
-        # parallelism that parameter is a DTensor, whose local part these values are.
-        target = out._local_tensor if isinstance(out, DTensor) else out
-        with torch.no_grad(), _unsafe_preserve_version_counter(target):
-            target.copy_(values)
-        return None
+        return (target, (target,)) if out is None else None
 
 
 def _has_row_scales(recipe: Recipe) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from eco_dist.numerics import Granularity, codes_scale_shape, codes_shape, decode, encode_checked
+from eco_dist.numerics import Granularity, codes_scale_shape, codes_shape, decode_into, encode_checked
 from eco_dist.recipe import Recipe
 from eco_dist.weights.fsdp_hooks import FSDPHooks
 
@@ -119,10 +119,12 @@ class QuantizedWeight(FSDPHooks, Tensor):
         """Whether rows of the whole tensor are missing here."""
         return self.shape[0] != self.full_rows
 
-    def decode(self) -> Tensor:
-        """Stored weight in fp32, detached."""
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Stored weight in a floating dtype, detached."""
         assert self.recipe.format is not None
-        return decode(self.codes, self.scales, self.recipe.format, self.recipe.granularity, self.shape[-1])
+        values = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        decode_into(values, self.codes, self.scales, self.recipe.format, self.recipe.granularity)
+        return values
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Stored weight as an ordinary tensor; gradients flow back to this weight in fp32."""

@@ -55,16 +55,22 @@ def test_every_rank_holds_what_was_planned(world: int, strategy: str, mixed: boo
         assert not any(ranks)
 
 
-def peak_ratio(preset: str, sequences: int, length: int) -> float:
+def peak_ratio(preset: str, sequences: int, length: int, mixed: bool) -> float:
     """Planned over measured bytes at the peak."""
     config = llama_config(preset, vocabulary=512)
     whole = Llama(config)
-    sizes = Batch(sequences=sequences, length=length, compute_bytes=4)
+    sizes = Batch(sequences=sequences, length=length, compute_bytes=2 if mixed else 4)
     world = dist.get_world_size()
     shape = transformer_shape(config)
-    planned = plan(whole, "fp32-master", engine="fsdp1", world_size=world, transformer=shape, batch=sizes)
+    planned = plan(
+        whole, "fp32-master", engine="fsdp1", world_size=world, transformer=shape, batch=sizes, backend="gloo"
+    )
     model = FullyShardedDataParallel(
-        whole, auto_wrap_policy=ModuleWrapPolicy({LlamaBlock}), device_id=torch.device("cpu"), use_orig_params=False
+        whole,
+        auto_wrap_policy=ModuleWrapPolicy({LlamaBlock}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None,
+        device_id=torch.device("cpu"),
+        use_orig_params=False,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
@@ -86,5 +92,6 @@ def peak_ratio(preset: str, sequences: int, length: int) -> float:
 
 
 @pytest.mark.parametrize(("preset", "sequences", "length"), [("tiny", 4, 64), ("small", 1, 16)])
-def test_the_modelled_peak_is_near_the_measured_one(preset: str, sequences: int, length: int) -> None:
-    assert run_ranks(2, peak_ratio, preset, sequences, length) == pytest.approx([1, 1], abs=0.1)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_modelled_peak_is_near_the_measured_one(preset: str, sequences: int, length: int, mixed: bool) -> None:
+    assert run_ranks(2, peak_ratio, preset, sequences, length, mixed) == pytest.approx([1, 1], abs=0.1)

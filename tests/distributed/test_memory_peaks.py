@@ -33,7 +33,7 @@ def peak_ratio(preset: str, recipe: str, batch: Batch, ep: int = 1, shards: int 
     shape = module_shape(model, resolve(recipe), skip=DEFAULT_SKIP, transformer=transformer_shape(config))
     world = dist.get_world_size()
     arrangement = mesh_for("fsdp2", world, shards=shards, ep=ep)
-    planned = plan_shape(shape, engine="fsdp2", mesh=arrangement, batch=batch)
+    planned = plan_shape(shape, engine="fsdp2", mesh=arrangement, batch=batch, backend="gloo")
     mesh = (
         None
         if shards is None
@@ -81,6 +81,7 @@ def test_replicas() -> None:
     assert run_ranks(4, peak_ratio, "tiny", "fp8", SMALL, 1, 2) == pytest.approx([1] * 4, abs=0.1)
 
 
-def test_checkpointing() -> None:
+@pytest.mark.parametrize("recipe", ["fp8", "fp32-master"])
+def test_checkpointing(recipe: str) -> None:
     batch = dataclasses.replace(LARGE, checkpoints=True)
-    assert run_ranks(2, peak_ratio, "tiny", "fp8", batch) == pytest.approx([1] * 2, abs=0.1)
+    assert run_ranks(2, peak_ratio, "tiny", recipe, batch) == pytest.approx([1] * 2, abs=0.1)

@@ -94,7 +94,13 @@ def peaks(recipe: str, preset: str, sequences: int, length: int, compute: str) -
     config = llama_config(preset, vocabulary=VOCABULARY)
     model = Llama(config)
     batch = Batch(sequences=sequences, length=length, compute_bytes=2 if compute == "bf16" else 4)
-    options = {"engine": "fsdp2", "world_size": 2, "transformer": transformer_shape(config), "batch": batch}
+    options = {
+        "engine": "fsdp2",
+        "world_size": 2,
+        "transformer": transformer_shape(config),
+        "batch": batch,
+        "backend": "gloo",
+    }
     planned = plan(model, recipe, **options)  # type: ignore[arg-type]
     shard_model(model, recipe, compute_dtype=torch.bfloat16 if compute == "bf16" else torch.float32)
     optimizer = ECOAdamW(model.parameters(), lr=1e-3)

@@ -12,6 +12,7 @@ from eco_dist.numerics import (
     Format,
     Granularity,
     Stream,
+    codec,
     codes_scale_shape,
     codes_shape,
     decode,
@@ -90,6 +91,22 @@ def test_decoded_values_encode_to_themselves(name: str, granularity: str | None)
     again, drifted = encode(decode(codes, scales, format, per, 300), format, per)
     assert torch.equal(again, codes)
     torch.testing.assert_close(drifted, scales, rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 300), (3, 5, 131), (1, 900)])
+@combinations
+def test_a_large_weight_is_decoded_run_by_run(
+    name: str, granularity: str | None, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    format, per = enums(name, granularity)
+    codes, scales = encode(random_values(shape, 3, -2), format, per)
+    out, sizes = torch.full(shape, torch.nan, dtype=dtype), []
+    monkeypatch.setattr(codec, "decoded_at_once", lambda device: 2 * 300)
+    monkeypatch.setattr(codec, "decode", lambda *args: sizes.append(args[0].numel()) or decode(*args))
+    codec.decode_into(out, codes, scales, format, per)
+    assert torch.equal(out, decode(codes, scales, format, per, shape[-1]).to(dtype))
+    assert len(sizes) > 1 or shape[0] == 1  # a row is never cut
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eco_dist.numerics import BLOCK_SIZE, Granularity, codes_scale_shape, codes_shape, decode, encode_checked
+from eco_dist.numerics import BLOCK_SIZE, Granularity, codes_scale_shape, codes_shape, decode_into, encode_checked
 from eco_dist.recipe import Recipe
 
 
@@ -92,7 +92,7 @@ class Units:
     def decode_into(self, out: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Write the stored values of some units over `out`, `[units, columns]` in any dtype."""
         assert self.recipe.format is not None
-        out.copy_(decode(codes, scales, self.recipe.format, self.recipe.granularity, self.columns))
+        decode_into(out, codes, scales, self.recipe.format, self.recipe.granularity)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

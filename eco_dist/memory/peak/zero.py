@@ -5,7 +5,8 @@ N elements, of which Q are codes and H in high precision, on P ranks; compute an
 
 * Weights are there already, but for codes. `replica` decodes a block for its forward and weight after weight in its
   backward; `transient` decodes all from the first forward to the step. Stage 3 gathers ahead, and keeps up to a
-  billion elements (`stage3_max_live_parameters`), which is all of a small model. Decoding takes two fp32 copies.
+  billion elements (`stage3_max_live_parameters`), which is all of a small model. Decoding takes two fp32
+  copies of at most `decoded_at_once` elements.
 * Stage 1 keeps whole gradients, 2 N, and at the end of backward the partition's, 2 N / P, and a bucket besides. Stages
   2 and 3 reduce a gradient as soon as a bucket is full, and one that does not fit by itself: partitions of what is
   done, a bucket, and two copies of a block's largest gradient. The bucket is static at stage 3, where codes let the
@@ -21,13 +22,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 from eco_dist.memory.activations import Batch, kept_bytes, layer_bytes, logits_bytes, output_bytes
-from eco_dist.memory.categories import Category
 from eco_dist.memory.layouts.base import Layout
 from eco_dist.memory.layouts.fsdp import local_count, local_shape, parts
 from eco_dist.memory.layouts.zero import ZeroOptions
 from eco_dist.memory.mesh import Mesh
+from eco_dist.memory.peak.unit import moment
 from eco_dist.memory.report import Moment
 from eco_dist.memory.tensors import ModelShape, ModelTensor
+from eco_dist.numerics import decoded_at_once
 
 _LIVE = 1_000_000_000
 """DeepSpeed's `stage3_max_live_parameters` and `stage3_max_reuse_distance`."""
@@ -82,28 +84,6 @@ class Unit:
         return unit
 
 
-def moment(
-    name: str,
-    *,
-    unsharded: int = 0,
-    communication: int = 0,
-    gradients: int = 0,
-    activations: int = 0,
-    temporaries: int = 0,
-) -> Moment:
-    """A moment of a step with the transient bytes of each category."""
-    return Moment(
-        name=name,
-        bytes={
-            Category.GRADIENTS: gradients,
-            Category.UNSHARDED: unsharded,
-            Category.COMMUNICATION: communication,
-            Category.ACTIVATIONS: activations,
-            Category.TEMPORARIES: temporaries,
-        },
-    )
-
-
 class ZeroStep:
     """One step, moment by moment."""
 
@@ -129,7 +109,7 @@ class ZeroStep:
                 unsharded=self._unsharded(block),
                 communication=self._gathered(block),
                 activations=self._kept(layer) + self._layer(layer),
-                temporaries=8 * block.largest_code,
+                temporaries=_decoding(block),
             )
         yield self._loss()
         for layer in reversed(range(count)):
@@ -166,7 +146,7 @@ class ZeroStep:
             communication=self._bucket() + (0 if is_decoded else self._gathered(block)),
             gradients=gradients,
             activations=self._kept(layer) + self._layer(layer),
-            temporaries=max(0 if is_decoded else 8 * block.largest_code, self._work(layer))
+            temporaries=max(0 if is_decoded else _decoding(block), self._work(layer))
             + (4 * block.largest if self._stage > 1 else 0),
         )
 
@@ -230,3 +210,7 @@ class ZeroStep:
         if self._shape is None or self._batch is None:
             return 0
         return self._batch.tokens * 2 * (2 * self._shape.feed_forward(layer) + self._shape.width)
+
+
+def _decoding(block: Unit) -> int:
+    return 8 * min(block.largest_code, decoded_at_once("cuda"))

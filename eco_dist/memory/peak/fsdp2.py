@@ -1,25 +1,26 @@
-"""The transient bytes of a step: a model, checked against FSDP2 runs on CPU.
+"""The transient bytes of a step under FSDP2, or in one process.
 
 [Note: a step under FSDP2]
 For unit u (a block, or the root): P its weights in the compute dtype, W what its all-gather carries, G its gradient in
 the compute dtype, R its reduce-scatter's input and S this rank's part of the result, both fp32.
 
-* The root (embedding, head) stays unsharded from its forward to the end of backward.
-* A block's all-gather holds W, its parts (of codes; those of plain weights are P), then P, and three fp32 copies of its
-  largest weight while codes are decoded. FSDP2 keeps the last W until the next gather, and gathers ahead in backward.
+* The root (embedding, head) stays unsharded from its forward to the end of backward. The head's gradient is there
+  from the start of backward, the embedding's at its end only, unless they are tied.
+* A block's all-gather holds W, its parts (of codes; those of plain weights are P), then P, and three fp32 copies of
+  what is decoded at a time. In forward FSDP2 keeps the last W until the next gather; in backward it frees
+  it, and gathers ahead.
 * A block's backward starts with everything it kept, three tensors of its hidden width, and the gradient of one
-  weight; it ends with G. Then P is freed and G is copied into R, of which S remains.
+  weight; it ends with G, beside P. Then P is freed and G is copied into R, of which S remains. gloo, which has no
+  reduce-scatter, all-reduces a copy of R; nccl does not need one.
 * With expert parallelism the experts are a unit of their own inside the block's: gathered after it, and reduced before
   the backward of its attention begins. Where one rank has them alone there is no W, and S is as large as R.
 * The optimizer's step finds S of all units; a fused kernel adds nothing.
 
-A single process keeps whole gradients. DeepSpeed is in `peak_zero.py`.
+A single process keeps whole gradients.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 
 from eco_dist.memory.activations import (
@@ -32,90 +33,13 @@ from eco_dist.memory.activations import (
 )
 from eco_dist.memory.categories import Category
 from eco_dist.memory.layouts.base import Layout
-from eco_dist.memory.layouts.fsdp import local_count, local_shape, parts
 from eco_dist.memory.mesh import Mesh
-from eco_dist.memory.peak_zero import ZeroStep, moment
+from eco_dist.memory.peak.unit import Backend, Unit, moment
 from eco_dist.memory.report import Moment
-from eco_dist.memory.tensors import ModelShape, ModelTensor
+from eco_dist.memory.tensors import ModelShape
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Unit:
-    """Bytes of one communication unit on the fullest rank; letters as in the note above."""
-
-    layer: int
-    is_nested: bool
-    weights: int
-    wire: int
-    landed: int
-    gradient: int
-    reduce_input: int
-    reduced: int
-    largest_gradient: int
-    decoding: int
-
-    @classmethod
-    def of(
-        cls,
-        tensors: Sequence[ModelTensor],
-        layout: Layout,
-        mesh: Mesh,
-        compute: int,
-        *,
-        layer: int = -1,
-        is_nested: bool = False,
-    ) -> Unit:
-        """Sum over the unit's tensors; `layer` is -1 for the root, nested are experts inside their block's unit."""
-        totals = dict.fromkeys(("weights", "wire", "landed", "gradient", "reduce_input", "reduced"), 0)
-        largest = decoding = 0
-        for tensor in tensors:
-            count = local_count(tensor, mesh)
-            elements = count * math.prod(local_shape(tensor, mesh))
-            trained = elements if tensor.trainable else 0
-            shards = parts(tensor, mesh) if layout.shards_gradients else 1
-            totals["weights"] += compute * elements
-            carried = tensor.storage.on_wire(elements, compute)
-            totals["wire"] += carried if parts(tensor, mesh) > 1 else 0
-            totals["landed"] += carried if tensor.storage.is_quantized else 0
-            totals["gradient"] += compute * trained
-            totals["reduce_input"] += 4 * trained
-            totals["reduced"] += math.ceil(4 * trained / shards)
-            largest = max(largest, trained // count)
-            if tensor.storage.is_quantized:
-                decoding = max(decoding, 12 * (elements // count))
-        return cls(**totals, largest_gradient=compute * largest, decoding=decoding, layer=layer, is_nested=is_nested)
-
-
-def timeline(
-    model: ModelShape, layout: Layout, mesh: Mesh, batch: Batch | None, *, in_backward: bool = False
-) -> tuple[Moment, ...]:
-    """Transient bytes of the fullest rank over one step.
-
-    Args:
-        model: shapes.
-        layout: of the engine.
-        mesh: ranks.
-        batch: what a rank computes; None, or a model without known layers, leaves activations out.
-        in_backward: whether weights are stepped as soon as their gradient is there (`step_in_backward`).
-    """
-    if layout.zero is not None:
-        return tuple(ZeroStep(model, layout, mesh, batch).moments())
-    members: dict[str, tuple[list[ModelTensor], list[ModelTensor]]] = {"": ([], [])}
-    for tensor in model.tensors:
-        is_nested = tensor.is_expert and mesh.ep > 1
-        members.setdefault(tensor.unit, ([], []))[is_nested].append(tensor)
-    compute = batch.compute_bytes if batch is not None else 2
-    outside, experts = members.pop("")
-    root = Unit.of([*outside, *experts], layout, mesh, compute)
-    units = []
-    for layer, (block, experts) in enumerate(members.values()):
-        units.append(Unit.of(block, layout, mesh, compute, layer=layer))
-        if experts:
-            units.append(Unit.of(experts, layout, mesh, compute, layer=layer, is_nested=True))
-    return tuple(_Step(model, layout, mesh, batch, root, units, in_backward).moments())
-
-
-class _Step:
+class Step:
     """One step, moment by moment."""
 
     def __init__(
@@ -126,12 +50,16 @@ class _Step:
         batch: Batch | None,
         root: Unit,
         units: Sequence[Unit],
+        *,
         in_backward: bool,
+        backend: Backend,
     ) -> None:
+        """Prepare; see `timeline` for the arguments."""
         self.shape, self.batch = model.transformer, batch
         self.layout, self.mesh, self.root, self.units = layout, mesh, root, units
         self.in_backward = in_backward
         self.sharded = layout.shards_weights
+        self.copies = backend == "gloo"
 
     def moments(self) -> Iterator[Moment]:
         """Moments in order."""
@@ -171,27 +99,36 @@ class _Step:
         )
 
     def _backward(self, number: int) -> Moment:
-        """Where it takes the most: while weights are decoded, or at the unit's first products."""
+        """Where it takes the most: while weights are gathered and decoded, at its first products, or at its end."""
         unit = self.units[number]
-        work = self._work(number) + unit.largest_gradient
-        return self._moment(
-            f"backward {_name(unit)}",
-            unsharded=self._around(number) + unit.weights,
-            communication=max(self._ahead(unit.layer), unit.wire) + self._in_flight(number),
-            gradients=self._reduced(number) + self.root.gradient,
-            activations=self._kept(unit.layer) + self._own(number),
-            temporaries=max(unit.decoding, work),
-        )
+        kept, own = self._kept(unit.layer), self._own(number)
+        is_recomputed = self.batch is not None and self.batch.checkpoints
+        in_flight, gradients = self._in_flight(number), self._reduced(number) + self.root.early
+
+        def during(*, wire: int, activations: int, more_gradients: int = 0, temporaries: int = 0) -> Moment:
+            return self._moment(
+                f"backward {_name(unit)}",
+                unsharded=self._around(number) + unit.weights,
+                communication=wire + in_flight,
+                gradients=gradients + more_gradients,
+                activations=kept + activations,
+                temporaries=temporaries,
+            )
+
+        ahead = self._ahead(unit.layer)
+        gather = during(wire=unit.wire, activations=0 if is_recomputed else own, temporaries=unit.decoding)
+        first = during(wire=ahead, activations=own, temporaries=self._work(number) + unit.largest_gradient)
+        last = during(wire=ahead, activations=0, more_gradients=unit.gradient)
+        return max(gather, first, last, key=lambda moment: sum(moment.bytes.values()))
 
     def _reduce(self, number: int) -> Moment:
         unit = self.units[number]
-        reduce_input = unit.reduce_input if self.layout.shards_gradients else 0
         left = self._own(number - 1) if unit.is_nested else 0
         return self._moment(
             f"reduce {_name(unit)}",
             unsharded=self._around(number),
-            communication=self._ahead(unit.layer) + reduce_input,
-            gradients=self._reduced(number) + self.root.gradient + max(unit.gradient, unit.reduced),
+            communication=self._ahead(unit.layer) + self._sent(unit),
+            gradients=self._reduced(number) + self.root.early + self._reducing(unit),
             activations=self._kept(unit.layer) + left,
         )
 
@@ -199,8 +136,8 @@ class _Step:
         root = self.root
         return self._moment(
             "reduce the root",
-            communication=root.reduce_input if self.layout.shards_gradients else 0,
-            gradients=self._reduced(-1) - root.reduced + max(root.gradient, root.reduced),
+            communication=self._sent(root),
+            gradients=self._reduced(-1) - root.reduced + self._reducing(root),
         )
 
     # --- parts ------------------------------------------------------------------------------------------------------
@@ -251,10 +188,18 @@ class _Step:
             elements = self.shape.query + self.shape.key + self.shape.value
         return self.batch.tokens * self.batch.compute_bytes * (elements + self.shape.width)
 
+    def _sent(self, unit: Unit) -> int:
+        """R, if gradients are sharded."""
+        return unit.reduce_input if self.layout.shards_gradients else 0
+
+    def _reducing(self, unit: Unit) -> int:
+        """The most beside R: G while it is copied into R, or S and the copy of R that gloo reduces."""
+        return max(unit.gradient, unit.reduced + (self._sent(unit) if self.copies else 0))
+
     def _in_flight(self, number: int) -> int:
         """The reduce-scatter's input that FSDP2 keeps until the next one."""
         after = number + 1
-        return self.units[after].reduce_input if after < len(self.units) and self.layout.shards_gradients else 0
+        return self._sent(self.units[after]) if after < len(self.units) else 0
 
     def _reduced(self, number: int) -> int:
         """Gradients that are done before this unit's (-1: all of them), unless they are used up at once."""
