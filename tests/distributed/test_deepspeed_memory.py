@@ -22,7 +22,8 @@ SCALE = 4 / 128
 def storages() -> dict[int, torch.UntypedStorage]:
     """All storages that tensors in this process can reach, by address."""
     gc.collect()
-    found = [thing.untyped_storage() for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter)]
+    tensors = (thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter))
+    found = [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]  # meta has sizes and no memory
     return {storage.data_ptr(): storage for storage in found}
 
 
