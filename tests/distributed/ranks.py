@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 GROUP_TIMEOUT = datetime.timedelta(seconds=60)
 CALL_TIMEOUT_SECONDS = 200
-CALLS_OF_A_WORKER = 40
-"""After so many the next module gets new ones: DeepSpeed keeps groups of engines that are gone, whose threads poll."""
+CROWDED = 150
+"""Threads of a worker after which the next module gets new ones: DeepSpeed keeps groups of engines that are gone, whose
+threads poll."""
 
 
 def _work(pipe: Connection) -> None:
@@ -56,15 +57,11 @@ class Ranks:
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
-        self._calls = self._calls_before = 0
-        self._module = ""
+        self._calls = 0
         self._directory = tempfile.TemporaryDirectory(prefix="eco-dist-ranks-")
         atexit.register(self.stop)
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        if function.__module__ != self._module and self._calls - self._calls_before >= CALLS_OF_A_WORKER:
-            self.stop()
-        self._module = function.__module__
         context = multiprocessing.get_context("spawn")
         while len(self._workers) < world:
             ours, theirs = context.Pipe()
@@ -97,7 +94,11 @@ class Ranks:
         for process, _ in self._workers:
             process.kill()
         self._workers.clear()
-        self._calls_before = self._calls
+
+    @property
+    def is_crowded(self) -> bool:
+        tasks = [Path(f"/proc/{process.pid}/task") for process, _ in self._workers]
+        return any(folder.exists() and len(list(folder.iterdir())) > CROWDED for folder in tasks)
 
 
 _POOLS: dict[str, Ranks] = {}
@@ -109,3 +110,10 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, pool: str = 
     What changes its process for good, as DeepSpeed does, runs in a pool of workers of its own.
     """
     return _POOLS.setdefault(pool, Ranks()).run(world, function, *args)
+
+
+def end_crowded_workers() -> None:
+    """Between modules: workers with many threads are replaced when they are needed again."""
+    for pool in _POOLS.values():
+        if pool.is_crowded:
+            pool.stop()
