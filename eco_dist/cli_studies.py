@@ -22,18 +22,19 @@ class Experiment:
     Args:
         name: `finetune`: every recipe on the same trained weights (docs/convergence.md). `experts`: the same of a
             mixture of experts (docs/moe.md). `injection`: every form of injection through restarts, jumps of the
-            learning rate and idle rows (docs/injection.md).
+            learning rate and idle rows (docs/injection.md). `virtual`: exports of stored and of virtual weights
+            (docs/checkpoints.md).
         directory: where its runs go; default runs/NAME.
         seeds: seeds to run.
     """
 
-    name: tyro.conf.Positional[Literal["finetune", "experts", "injection"]]
+    name: tyro.conf.Positional[Literal["finetune", "experts", "injection", "virtual"]]
     directory: Path | None = None
     seeds: tuple[int, ...] = (0, 1)
 
     def run(self) -> None:
         """Run the study and print its table."""
-        from eco_dist.experiments import finetune, injection, injection_figures
+        from eco_dist.experiments import finetune, injection, injection_figures, virtual
 
         directory = self.directory or Path("runs") / self.name
         if self.name == "finetune":
@@ -41,6 +42,8 @@ class Experiment:
         elif self.name == "experts":
             recipes, settings = finetune.EXPERT_RECIPES, finetune.EXPERT_SETTINGS
             console().print(finetune.run(directory, seeds=self.seeds, recipes=recipes, settings=settings).table())
+        elif self.name == "virtual":
+            console().print(virtual.run(directory, seeds=self.seeds).table())
         else:
             result = injection.run(directory, seeds=self.seeds)
             console().print(result.table())

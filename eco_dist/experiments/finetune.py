@@ -108,7 +108,7 @@ def run(
     for seed in seeds:
         start = pretrain(directory / f"seed-{seed}" / "pretrained", settings, seed=seed)
         for recipe in recipes:
-            config = _config(
+            config = run_config(
                 settings,
                 directory / f"seed-{seed}" / recipe,
                 seed=seed + 1000,  # other batches than before
@@ -117,7 +117,7 @@ def run(
                 recipe=recipe,
                 init_from=start,
             )
-            losses[recipe].append(_finished(config))
+            losses[recipe].append(finished(config))
     result = Result(seeds=tuple(seeds), settings=settings, val_loss=losses)
     content = {"seeds": list(seeds), "settings": dataclasses.asdict(settings), "val_loss": losses}
     (directory / RESULT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -126,11 +126,11 @@ def run(
 
 def pretrain(directory: Path, settings: Settings, *, seed: int) -> Path:
     """The trained weights every study starts from, a safetensors file; trained now unless `directory` has them."""
-    _finished(_config(settings, directory, seed=seed, steps=settings.pretrain_steps, lr=settings.pretrain_lr))
+    finished(run_config(settings, directory, seed=seed, steps=settings.pretrain_steps, lr=settings.pretrain_lr))
     return directory / "weights.safetensors"
 
 
-def _config(
+def run_config(
     settings: Settings,
     directory: Path,
     *,
@@ -140,6 +140,17 @@ def _config(
     recipe: str = "fp32-master",
     init_from: Path | None = None,
 ) -> TrainConfig:
+    """A run of a study.
+
+    Args:
+        settings: size of the study.
+        directory: of the run.
+        seed: of weights and batches.
+        steps: steps, with warmup and cosine to zero.
+        lr: largest learning rate.
+        recipe: name of a recipe.
+        init_from: weights to start from.
+    """
     return TrainConfig(
         model=ModelConfig(preset=settings.preset, init_from=init_from),
         recipe=RecipeConfig(name=recipe),
@@ -159,7 +170,7 @@ def _config(
     )
 
 
-def _finished(config: TrainConfig) -> float:
+def finished(config: TrainConfig) -> float:
     """Final validation loss of a run, which is done now unless it was before."""
     directory = config.run.directory
     summary = read_summary(directory) if (directory / SUMMARY_FILE).exists() else train(config)
