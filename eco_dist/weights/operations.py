@@ -109,6 +109,11 @@ def _new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     device = torch.device(kwargs.get("device") or weight.device)
     if size == [0]:  # FSDP2's stand-in for a rank without rows; only its emptiness is read
         return torch.empty(0, device=device)
+    if not size:  # how torch.distributed.checkpoint begins to stage a tensor by its one storage
+        raise NotImplementedError(
+            "expected codes and scales by themselves for an asynchronous save, got a quantized weight, which has two "
+            "storages; use dcp.async_save(eco_dist.checkpoint.dcp_state(model, optimizer), ...)"
+        )
     _same_row_shape(func, weight, size)
     return weight.empty(size, device)  # asynchronous checkpoints stage into this
 

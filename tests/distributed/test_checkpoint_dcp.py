@@ -71,6 +71,19 @@ def test_another_recipe_is_refused(tmp_path: Path) -> None:
         assert all(sentence in said and unchanged for said, unchanged in answers)
 
 
+def staged_alone(root: str) -> str:
+    model, _ = prepared("fp8", seed=0)
+    group = dist.new_group(backend="gloo")
+    with pytest.raises(NotImplementedError) as caught:
+        dcp.async_save(get_model_state_dict(model), checkpoint_id=root, process_group=group)
+    return str(caught.value)
+
+
+def test_the_weights_alone_cannot_be_staged_which_is_said(tmp_path: Path) -> None:
+    sentences = run_ranks(2, staged_alone, str(tmp_path))
+    assert all("use dcp.async_save(eco_dist.checkpoint.dcp_state(model, optimizer)" in said for said in sentences)
+
+
 def parameters_alone(root: str) -> bool:
     """torch's own way to a model's state: the quantized weights themselves."""
     model, _ = prepared("fp8", seed=0)
