@@ -1,7 +1,7 @@
 """The command line: ``eco-dist train | compare | memory | recipes | experiment | bench | doctor``.
 
 A user's mistake (an unknown key, an impossible recipe, a missing file, a wrong world size) gives one sentence on stderr
-and exit code 2, on rank 0 alone but with that code on all ranks. A node that is lost gives one sentence on every other
+and exit code 2, on rank 0 alone but with that code on all ranks. A rank that is lost gives one sentence on every
 node and exit code 4. A failure of the program itself gives its traceback.
 """
 
@@ -26,8 +26,8 @@ __all__ = ["main"]
 
 USER_ERROR = 2
 PATIENCE_S = 3.0
-"""How long the other ranks let the first one speak: the launcher ends it as soon as one of them has ended."""
-LOST_NODE = 4
+"""How long the other ranks let the one that speaks do so: the launcher ends it as soon as one of them has ended."""
+LOST_RANKS = 4
 OWN_PACKAGE = "eco_dist"
 
 
@@ -104,12 +104,13 @@ class Recipes:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write the weights of a checkpoint as safetensors files that other tools read.
+    """Write the weights of a checkpoint as files that other tools read.
 
     Args:
         checkpoint: folder of a checkpoint, or of a run, of which the newest one is taken.
         target: empty folder for the files.
-        format: `fp32`, `bf16`; `compressed-tensors`, `hf-fp8` (E4M3 with scales); `dcp` (fp32 masters and moments).
+        format: `fp32`, `bf16`; `compressed-tensors`, `hf-fp8` (E4M3 with scales); `dcp`, `universal` (fp32 masters and
+            moments, for torch.distributed.checkpoint or for DeepSpeed).
         virtual: write the weight without the rounding errors pending in the momentum (`fp32`, `bf16`).
         force: allow `virtual` after rounding to nearest, where it does harm.
         config: a Hugging Face config.json to put beside the weights.
@@ -117,7 +118,7 @@ class Export:
 
     checkpoint: tyro.conf.Positional[Path]
     target: tyro.conf.Positional[Path]
-    format: Literal["fp32", "bf16", "compressed-tensors", "hf-fp8", "dcp"] = "bf16"
+    format: Literal["fp32", "bf16", "compressed-tensors", "hf-fp8", "dcp", "universal"] = "bf16"
     virtual: bool = False
     force: bool = False
     config: Path | None = None
@@ -166,19 +167,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0, 2 for a user's mistake, 3 for a memory budget that is exceeded, 4 if a node was lost.
+        The exit code: 0, 2 for a user's mistake, 3 for a memory budget that is exceeded. If a rank was lost the process
+        ends here, with 4.
     """
     command = tyro.cli(
         Command, prog="eco-dist", description=__doc__.splitlines()[0], args=arguments, console_outputs=is_first_rank()
     )
-    from eco_dist.training.heartbeat import LostNodeError
+    from eco_dist.training.heartbeat import LostRanksError
 
     try:
         return command.run() or 0
-    except LostNodeError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+    except LostRanksError as error:
+        if error.speaks:
             print(f"eco-dist: {error}", file=sys.stderr)
-        return LOST_NODE
+        else:
+            time.sleep(PATIENCE_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(LOST_RANKS)  # a thread may still wait for a lost rank's store: an orderly end would abort over it
     except (ValueError, TypeError, OSError) as error:
         if not _is_users(error):
             raise

@@ -16,13 +16,17 @@ except ImportError as error:
         "eco_dist.deepspeed needs DeepSpeed; install it with: pip install 'eco-dist[deepspeed]'"
     ) from error
 
-from eco_dist.engines.deepspeed import EcoConfig, initialize, install, shard_experts
+from eco_dist.checkpoint import take_over
+from eco_dist.engines.deepspeed.config import EcoConfig
+from eco_dist.engines.deepspeed.experts import shard_experts
+from eco_dist.engines.deepspeed.fallback import FallbackOptimizer
+from eco_dist.engines.deepspeed.install import initialize, install
 from eco_dist.engines.deepspeed.memory import ZeroMemory
 from eco_dist.memory import MemoryReport
 from eco_dist.memory import measure as _measure
 from eco_dist.memory.callbacks import monitor_events
 
-__all__ = ["EcoConfig", "initialize", "install", "measure", "monitor_memory", "shard_experts"]
+__all__ = ["EcoConfig", "FallbackOptimizer", "initialize", "measure", "monitor_memory", "shard_experts"]
 
 
 def measure(engine: Any, *, check: bool = False, strict: bool = False) -> MemoryReport:
@@ -63,4 +67,4 @@ def monitor_memory(engine: Any, *, strict: bool = True) -> MemoryReport:
     return report
 
 
-install()
+install(take_over)

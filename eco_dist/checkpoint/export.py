@@ -6,6 +6,7 @@
 | `compressed-tensors` | `NAME` in E4M3 and `NAME_scale`, with the `quantization_config` of that package (E4M3)   |
 | `hf-fp8`             | `NAME` in E4M3 and `NAME_scale_inv`, as transformers and torch read it (`export_fp8.py`) |
 | `dcp`                | fp32 and the moments, as `torch.distributed.checkpoint` has them of FSDP2 with AdamW     |
+| `universal`          | fp32 and the moments, as DeepSpeed has them for AdamW (`export_universal.py`)            |
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from torch import Tensor
 
 from eco_dist.checkpoint.dcp import write_masters
 from eco_dist.checkpoint.export_fp8 import check_codes, codes_and_scales, has_codes, quantization_config
+from eco_dist.checkpoint.export_universal import check_adamw, write_universal
 from eco_dist.checkpoint.reader import CheckpointReader
 from eco_dist.numerics import Rounding
 
-FORMATS = ("fp32", "bf16", "compressed-tensors", "hf-fp8", "dcp")
+FORMATS = ("fp32", "bf16", "compressed-tensors", "hf-fp8", "dcp", "universal")
+_WITH_MOMENTS = {"dcp": write_masters, "universal": write_universal}
 _WITH_CODES = ("compressed-tensors", "hf-fp8")
 FILE_BYTES = 4 << 30
 """A file is closed once it holds this much."""
@@ -64,9 +67,10 @@ def export(
     reader = CheckpointReader(checkpoint)
     if virtual:
         _check_virtual(reader, format, force)
-    if format == "dcp":
-        write_masters(reader, target)
-        return sorted(target.iterdir())
+    if format in _WITH_MOMENTS:
+        check_adamw(reader, format)
+        _WITH_MOMENTS[format](reader, target)
+        return sorted(path for path in target.rglob("*") if path.is_file())
     if format in _WITH_CODES:
         check_codes(reader, format)
     tensors = _codes(reader, format) if format in _WITH_CODES else _plain(reader, format, virtual)

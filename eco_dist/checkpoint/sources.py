@@ -4,7 +4,7 @@
 |----------------------------------------|------------------------------------------------------------------------|
 | safetensors: a file, a folder of them  | fp32, bf16, fp16; E4M3 with `NAME_scale` or `NAME_scale_inv`             |
 | `torch.distributed.checkpoint`         | weights, and AdamW's moments as `get_state_dict` names them            |
-| DeepSpeed universal checkpoint         | fp32 masters and AdamW's moments                                       |
+| DeepSpeed universal checkpoint         | fp32 masters and AdamW's moments; our codes, if `export` wrote it      |
 | a mapping of tensors                   | weights, such as `get_fp32_state_dict_from_zero_checkpoint` returns       |
 
 Only safetensors are free of pickle: take checkpoints of the other two from where you trust.
@@ -23,7 +23,10 @@ from torch import Tensor
 from eco_dist.checkpoint.manifest import CheckpointError
 from eco_dist.numerics import BLOCK_SIZE
 from eco_dist.optim import StateKey
+from eco_dist.recipe import Recipe
 
+CODES_FILE = "eco.safetensors"
+"""Codes and scales of a parameter beside its files in a universal checkpoint, where DeepSpeed looks for `*.pt`."""
 MOMENTS = (StateKey.EXP_AVG, StateKey.EXP_AVG_SQ)
 _SCALES = ("_scale", "_scale_inv")
 _PREFIXES = tuple(app + what for app in ("", "app.") for what in ("", "model.", "optim.state.", "optimizer.state."))
@@ -42,6 +45,9 @@ class Source(Protocol):
 
     def codes(self, name: str) -> tuple[Tensor, Tensor] | None:
         """E4M3 codes and a scale for each 128 columns of each row; None if it is not stored so."""
+
+    def as_stored(self, name: str, recipe: Recipe) -> tuple[Tensor, Tensor] | None:
+        """Codes and scales as the recipe stores them, where the source has just these."""
 
     def moments(self, name: str) -> tuple[dict[str, Tensor], float]:
         """AdamW's moments in fp32 and steps taken; empty and 0 if there are none."""
@@ -73,6 +79,9 @@ class _Plain:
     """A source without codes and moments, unless it says otherwise."""
 
     def codes(self, name: str) -> tuple[Tensor, Tensor] | None:
+        return None
+
+    def as_stored(self, name: str, recipe: Recipe) -> tuple[Tensor, Tensor] | None:
         return None
 
     def moments(self, name: str) -> tuple[dict[str, Tensor], float]:
@@ -168,7 +177,7 @@ class _Distributed(_Plain):
 
 
 class _Universal(_Plain):
-    """What `ds_to_universal` leaves: a folder a parameter. Those of stage 3 are flat."""
+    """What `ds_to_universal` or our export leaves: a folder a parameter. Those of stage 3 are flat."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -178,6 +187,15 @@ class _Universal(_Plain):
 
     def values(self, name: str) -> Tensor:
         return self._read(name, "fp32")
+
+    def as_stored(self, name: str, recipe: Recipe) -> tuple[Tensor, Tensor] | None:
+        path = self._path / name / CODES_FILE
+        if not path.is_file():
+            return None
+        with safe_open(path, framework="pt") as file:
+            if file.metadata() != storage_of(recipe):
+                return None
+            return file.get_tensor("codes"), file.get_tensor("scales")
 
     def moments(self, name: str) -> tuple[dict[str, Tensor], float]:
         found = {key: self._read(name, key) for key in MOMENTS if (self._path / name / f"{key}.pt").is_file()}
@@ -191,9 +209,14 @@ class _Universal(_Plain):
         return float(common["state"][0][StateKey.STEP])
 
     def _read(self, name: str, key: str) -> Tensor:
-        stored = torch.load(self._path / name / f"{key}.pt", weights_only=True)
+        stored = torch.load(self._path / name / f"{key}.pt", weights_only=True, mmap=True)
         tensor: Tensor = stored["param"] if isinstance(stored, dict) else stored
         return tensor.float()
+
+
+def storage_of(recipe: Recipe) -> dict[str, str]:
+    """The fields of a recipe that say what its codes and scales mean."""
+    return {key: str(recipe.to_dict()[key]) for key in ("format", "granularity")}
 
 
 def _readable(tensor: Tensor, name: str) -> Tensor:

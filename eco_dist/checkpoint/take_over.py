@@ -22,7 +22,11 @@ _SCALES = {StateKey.EXP_AVG: StateKey.EXP_AVG_SCALE, StateKey.EXP_AVG_SQ: StateK
 
 @torch.no_grad()
 def take_over(
-    where: Path | str | Mapping[str, Tensor], model: nn.Module, optimizer: ECOOptimizer | Holder | None = None
+    where: Path | str | Mapping[str, Tensor],
+    model: nn.Module,
+    optimizer: ECOOptimizer | Holder | None = None,
+    *,
+    moments: bool = True,
 ) -> int:
     """Start from weights in another format; collective.
 
@@ -34,6 +38,7 @@ def take_over(
             checkpoint, or tensors by name.
         model: converted or not, whole or sharded by FSDP2; or a DeepSpeed engine.
         optimizer: its optimizer (`engine.optimizer`); None leaves out the moments.
+        moments: whether moments come along, where there are some; the optimizer state becomes fresh without.
 
     Returns:
         The number of steps behind the moments; 0 without any.
@@ -43,11 +48,11 @@ def take_over(
             all ranks. Names, shapes and scales are looked at before anything is changed.
     """
     source = agreed(lambda: source_of(where))
-    parameters = named_parameters(model)
     holder = holder_of(optimizer, model)
+    parameters = named_parameters(model, holder)
     runs = holder.checkpoint_runs(parameters)
     agreed(lambda: _check(source, runs))
-    steps = agreed(lambda: [_fill(name, run, source) for name, run in runs.items()])
+    steps = agreed(lambda: [_fill(name, run, source, moments) for name, run in runs.items()])
     holder.checkpoint_loaded(None, [])
     return int(max(steps, default=0))
 
@@ -62,7 +67,7 @@ def _check(source: Source, runs: Mapping[str, Held]) -> None:
         source.codes(name)  # whether it has its scales
 
 
-def _fill(name: str, run: Held, source: Source) -> float:
+def _fill(name: str, run: Held, source: Source, with_moments: bool) -> float:
     """Write this rank's run of a parameter and its moments; the number of steps behind them."""
     weight = run.tensor
     if isinstance(weight, QuantizedWeight):
@@ -71,7 +76,7 @@ def _fill(name: str, run: Held, source: Source) -> float:
         weight.view(-1).copy_(_mine(source.values(name), run).flatten())
     if not run.state:
         return 0.0
-    moments, step = source.moments(name)
+    moments, step = source.moments(name) if with_moments else ({}, 0.0)
     recipe = weight.recipe if isinstance(weight, QuantizedWeight) else None
     for key in MOMENTS:
         if key in run.state:
@@ -88,7 +93,10 @@ def _fill_quantized(name: str, run: Held, weight: QuantizedWeight, source: Sourc
     assert recipe.format is not None
     stored = source.codes(name)
     scales = None if stored is None else _own_scales(stored[1], recipe)
-    if stored is not None and scales is not None:
+    exact = source.as_stored(name, recipe)
+    if exact is not None:
+        codes, scales = exact
+    elif stored is not None and scales is not None:
         codes = stored[0].view(torch.uint8)
     else:
         codes, scales = encode_checked(source.values(name).view(run.shape), recipe.format, recipe.granularity)

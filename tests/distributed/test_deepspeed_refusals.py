@@ -13,7 +13,7 @@ pytest.importorskip("deepspeed")
 
 CPU = {"device": "cpu"}
 REFUSED: list[tuple[int, dict[str, Any], str]] = [
-    (0, {}, "set zero_optimization.stage to 1, 2 or 3"),
+    (0, {}, "set zero_optimization.stage to 1, 2 or 3, or 'fallback' to true"),
     (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "use stage 2, or set"),
     (2, {"zero": {"offload_optimizer": CPU}, "zero_force_ds_cpu_optimizer": False}, "keep it on the device"),
     (3, {"zero": {"offload_param": CPU}}, "keep it on the device"),
@@ -23,7 +23,6 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (2, {"zero": {"parameter_alignment": True}}, "units are aligned already"),
     (3, {"zero": {"reduce_scatter": False}}, "set it to true"),
     (2, {"eco": {"recpe": "fp8"}}, "did you mean 'recipe'"),
-    (2, {"checkpoint": {"load_universal": True}}, "load an ordinary one"),
     (2, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "use bf16"),
 ]
 

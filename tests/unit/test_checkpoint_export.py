@@ -136,6 +136,39 @@ def test_impossible_exports(recipe: str, options: dict[str, object], sentence: s
         export(tmp_path / "run", tmp_path / "out", **options)
 
 
+@pytest.mark.parametrize("format", ["dcp", "universal"])
+def test_moments_that_masters_cannot_go_on_with_are_refused(format: str, tmp_path: Path) -> None:
+    saved(tmp_path / "sgd", "fp8", steps=1, sgd=True)
+    saved(tmp_path / "run", RECIPES["fp8"].replace(injection="displacement"), steps=1)
+    for run, sentence in (("sgd", "those of SGD for '0.bias'"), ("run", "displacements of the weight '0.weight'")):
+        with pytest.raises(ValueError, match=sentence):
+            export(tmp_path / run, tmp_path / "out", format=format)
+
+
+def test_a_universal_checkpoint_has_one_number_of_steps_and_the_masters(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 96), nn.Linear(96, 5))
+    quantize_weights_(model, "fp8-master")
+    optimizer = ECOAdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(16, 256)).square().mean().backward()
+    optimizer.step()
+    save(tmp_path / "run", model, optimizer, step=1)
+    export(tmp_path / "run", tmp_path / "out", format="universal")
+    written = torch.load(tmp_path / "out" / "global_step1" / "zero" / "0.weight" / "fp32.pt")["param"]
+    assert torch.equal(written, optimizer.state[model[0].weight]["master"])
+    states = torch.load(tmp_path / "out" / "global_step1" / "mp_rank_00_model_states.pt")
+    other = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(other, lambda number: 10.0 + number)
+    schedule.load_state_dict(states["lr_scheduler"])
+    other.step()
+    schedule.step()
+    assert other.param_groups[0]["lr"] == 12.0  # after the second step
+    optimizer.state[model[1].bias]["step"] += 1
+    save(tmp_path / "run", model, optimizer, step=2)
+    with pytest.raises(ValueError, match=r"got 1 of '0\.bias' and 2 of '1\.bias'"):
+        export(tmp_path / "run", tmp_path / "other", format="universal")
+
+
 def test_a_folder_with_files_and_no_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path / "run", "fp8", steps=1)
     with pytest.raises(ValueError, match="expected an empty folder"):

@@ -37,6 +37,7 @@ def test_overrides_change_the_recipe() -> None:
         ({"overrides": {"rounding": "up"}}, "'nearest', 'stochastic'"),
         ({"working_copy": "none"}, "working_copy"),
         ({"seed": "one"}, "seed"),
+        ({"fallback": 2}, "fallback"),
         ("fp8", "expected 'eco' in the DeepSpeed configuration to be a dictionary"),
     ],
 )
@@ -62,7 +63,8 @@ def test_a_broken_contract_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{step}s does not exist" in text
     assert "no longer contains `self._make_coffee()`" in text
     assert "deepspeed==0.19.8" in text
-    assert "train on FSDP2" in text
+    assert "'fallback': true in the 'eco' section" in text
+    assert "or on FSDP2" in text
 
 
 @pytest.mark.parametrize(

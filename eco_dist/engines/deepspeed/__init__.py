@@ -1,10 +1,5 @@
 """DeepSpeed ZeRO 1, 2 and 3: an optimizer partition is codes, scales and moments; codes travel, one byte a parameter.
 
-Importing this package changes nothing; `install()` does, and `import eco_dist.deepspeed` calls it.
+Importing this package changes nothing; `install.install()` does, and `import eco_dist.deepspeed` calls it. Modules are
+imported one by one: those of the fallback must work where DeepSpeed's inside has changed.
 """
-
-from eco_dist.engines.deepspeed.config import EcoConfig
-from eco_dist.engines.deepspeed.experts import shard_experts
-from eco_dist.engines.deepspeed.install import initialize, install
-
-__all__ = ["EcoConfig", "initialize", "install", "shard_experts"]

@@ -1,11 +1,13 @@
 """What an ECO checkpoint adds to DeepSpeed's files, and how a checkpoint with fp32 masters is taken over.
 
-A rank's file holds the codes and scales of its shards under `eco`, moments where DeepSpeed keeps optimizer state, and
-the stored weights in fp32 where DeepSpeed keeps masters, for the tools that read those. Codes are what is loaded.
+A rank's file holds codes, scales and optimizer state of its shards under `eco`, and the stored weights in fp32 where
+DeepSpeed keeps masters, for the tools that read those. Codes are what is loaded.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,14 +19,19 @@ from eco_dist.engines.flat.shards import ShardOptimizer, WeightShard
 from eco_dist.optim import StateKey
 
 ECO = "eco"
-_VERSION = 1
+_VERSION = 2
 MOMENT_KEYS = (StateKey.EXP_AVG, StateKey.EXP_AVG_SQ)
+_NO_MOMENTS = (
+    "expected flat fp32 moments, got a checkpoint of codes, whose moments are not stored so: write it with "
+    "eco_dist.checkpoint.save and convert it with `eco-dist export --format universal`"
+)
 
 
-def save_shards(shards: Iterable[WeightShard]) -> dict[str, Any]:
-    """Codes and scales of this rank's shards, as plain tensors and values."""
+def save_shards(shards: Iterable[WeightShard], optimizer_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Codes, scales and optimizer state of this rank's shards, as plain tensors and values."""
     return {
         "version": _VERSION,
+        "optimizer": optimizer_state,
         "shards": {
             shard.plan.name: {
                 "recipe": shard.plan.recipe.to_dict(),
@@ -36,6 +43,16 @@ def save_shards(shards: Iterable[WeightShard]) -> dict[str, Any]:
             for shard in shards
         },
     }
+
+
+def without_moments(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state for DeepSpeed's place of it: `ds_to_universal`, which asks it for a group's, says why not.
+
+    Nothing of this package is needed to unpickle it. Without any entry the tool would ask for none, and go on with the
+    16-bit weights alone.
+    """
+    refuse = functools.partial(torch._assert, False, _NO_MOMENTS)
+    return {**state_dict, "state": defaultdict(refuse, {-1: {}})}
 
 
 @torch.no_grad()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
+    DS_VERSION,
     PARAM_SLICE_MAPPINGS,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
@@ -23,8 +25,10 @@ from eco_dist.engines.deepspeed.checkpoint import (
     masters_of_flat_groups,
     save_shards,
     take_over_shards,
+    without_moments,
 )
-from eco_dist.engines.deepspeed.checkpoint_runs import HeldRun, HoldsRuns, flat_runs
+from eco_dist.engines.deepspeed.checkpoint_runs import HeldRun, flat_runs
+from eco_dist.engines.deepspeed.universal import LoadsUniversal
 from eco_dist.engines.deepspeed.working_copy import WorkingCopy
 from eco_dist.engines.flat.shards import ShardOptimizer, WeightShard
 
@@ -35,13 +39,14 @@ _KEYS = {
 }
 
 
-class Checkpoint12(HoldsRuns, DeepSpeedZeroOptimizer):
+class Checkpoint12(LoadsUniversal, DeepSpeedZeroOptimizer):
     """The part of `ECOZeroOptimizer` that reads and writes."""
 
     optimizer: ShardOptimizer
     shards: dict[int, WeightShard]
     working_copy: WorkingCopy
     _hp_optimizer_states_linked: bool
+    _module: nn.Module
 
     def is_quantized_group(self, index: int) -> bool:
         """Whether a parameter group's members are codes."""
@@ -111,7 +116,8 @@ class Checkpoint12(HoldsRuns, DeepSpeedZeroOptimizer):
         for index in range(len(self.bit16_groups)):
             if self.is_quantized_group(index):
                 masters[index] = self._decoded_partition(index)
-        result[ECO] = save_shards(self.shards.values())
+        result[ECO] = save_shards(self.shards.values(), result[BASE_OPTIMIZER_STATE])
+        result[BASE_OPTIMIZER_STATE] = without_moments(result[BASE_OPTIMIZER_STATE])
         return result
 
     def _decoded_partition(self, index: int) -> Tensor:
@@ -133,7 +139,7 @@ class Checkpoint12(HoldsRuns, DeepSpeedZeroOptimizer):
         if ECO in mine:
             load_shards(list(self.shards.values()), mine[ECO])
             if load_optimizer_states:
-                self.optimizer.load_state_dict(mine[BASE_OPTIMIZER_STATE])
+                self.optimizer.load_state_dict(mine[ECO]["optimizer"])
             self._load_plain_partitions(mine[SINGLE_PARTITION_OF_FP32_GROUPS])
         else:
             masters = masters_of_flat_groups(mine, _KEYS, moments=load_optimizer_states)
@@ -145,6 +151,19 @@ class Checkpoint12(HoldsRuns, DeepSpeedZeroOptimizer):
         else:
             self._share_plain_groups()
             self.working_copy.after_update()
+
+    def model(self) -> nn.Module:
+        """The engine's module."""
+        return self._module
+
+    def load_common_state(self, common: Mapping[str, Any]) -> None:
+        """As DeepSpeed's; a universal checkpoint of stage 3 does not name its version."""
+        self._load_global_state({DS_VERSION: deepspeed.__version__, **common})
+
+    def update_lp_params(self) -> None:
+        """Show the weights: the engine has loaded a universal checkpoint."""
+        self._share_plain_groups()
+        self.working_copy.after_update()
 
     # --- checkpoints of eco_dist.checkpoint --------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.stage3 import FP32_FLAT_GROUPS, DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import is_zero_param
-from torch import Tensor
+from torch import Tensor, nn
 
 from eco_dist.engines.deepspeed.checkpoint import (
     ECO,
@@ -19,15 +19,17 @@ from eco_dist.engines.deepspeed.checkpoint import (
     masters_of_sub_groups,
     save_shards,
     take_over_shards,
+    without_moments,
 )
-from eco_dist.engines.deepspeed.checkpoint_runs import HeldRun, HoldsRuns, flat_runs
+from eco_dist.engines.deepspeed.checkpoint_runs import HeldRun, flat_runs
 from eco_dist.engines.deepspeed.partitions import Gathering, Partition
+from eco_dist.engines.deepspeed.universal import LoadsUniversal
 from eco_dist.engines.flat.shards import ShardOptimizer, WeightShard
 
 _KEYS = {"masters": FP32_FLAT_GROUPS, "optimizer": OPTIMIZER_STATE_DICT}
 
 
-class Checkpoint3(HoldsRuns, DeepSpeedZeroOptimizer_Stage3):
+class Checkpoint3(LoadsUniversal, DeepSpeedZeroOptimizer_Stage3):
     """The part of `ECOZeroOptimizer3` that reads and writes."""
 
     optimizer: ShardOptimizer
@@ -109,7 +111,8 @@ class Checkpoint3(HoldsRuns, DeepSpeedZeroOptimizer_Stage3):
             if self.is_quantized_group(index):
                 masters[index] = torch.cat([self._deepspeed_partition(parameter) for parameter in members])
         result[FP32_FLAT_GROUPS] = masters
-        result[ECO] = save_shards(self.shards.values())
+        result[ECO] = save_shards(self.shards.values(), result[OPTIMIZER_STATE_DICT])
+        result[OPTIMIZER_STATE_DICT] = without_moments(result[OPTIMIZER_STATE_DICT])
         return result
 
     @torch.no_grad()
@@ -142,13 +145,22 @@ class Checkpoint3(HoldsRuns, DeepSpeedZeroOptimizer_Stage3):
             load_shards(list(self.shards.values()), state_dict[ECO])
             if load_optimizer_states:
                 self._set_fp32_optimizer_param_groups()
-                self.optimizer.load_state_dict(state_dict[OPTIMIZER_STATE_DICT])
+                self.optimizer.load_state_dict(state_dict[ECO]["optimizer"])
                 self._clear_fp32_optimizer_param_groups()
             for index, saved in enumerate(state_dict[FP32_FLAT_GROUPS]):
                 if not self.is_quantized_group(index):
                     self.fp32_partitioned_groups_flat[index].data.copy_(saved.data)
         for index in range(len(self.fp16_groups)):
             self._reassign_or_swap_out_partitioned_parameters(index)
+
+    def model(self) -> nn.Module:
+        """The engine's module."""
+        module: nn.Module = self.module
+        return module
+
+    def load_common_state(self, common: Mapping[str, Any]) -> None:
+        """As DeepSpeed's."""
+        self._load_global_state_stage3(common)
 
     # --- checkpoints of eco_dist.checkpoint --------------------------------------------------------------------------
 

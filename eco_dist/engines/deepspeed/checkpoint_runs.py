@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from deepspeed.moe.utils import is_moe_param
 from torch import Tensor
 
+from eco_dist.engines.deepspeed.plan import is_expert
 from eco_dist.engines.flat.shards import ShardOptimizer, WeightShard
 from eco_dist.optim.state import allocate_state
 
@@ -39,17 +39,20 @@ class HeldRun:
     saved: bool = True
 
 
-def refuse_experts(parameters: Mapping[str, Tensor]) -> None:
+def refuse_experts(parameters: Mapping[str, Tensor], advice: str) -> None:
     """Refuse DeepSpeed's own experts, which have the same names on every rank.
+
+    Args:
+        parameters: by name.
+        advice: what to do instead.
 
     Raises:
         ValueError: names the first one.
     """
     for name, parameter in parameters.items():
-        if is_moe_param(parameter):
+        if is_expert(parameter):
             raise ValueError(
-                f"expected parameters that are the same on all ranks, got '{name}' of deepspeed.moe.MoE; use "
-                "engine.save_checkpoint and engine.load_checkpoint"
+                f"expected parameters that are the same on all ranks, got '{name}' of deepspeed.moe.MoE; {advice}"
             )
 
 
@@ -126,7 +129,7 @@ class HoldsRuns:
         Raises:
             ValueError: for DeepSpeed's own experts.
         """
-        refuse_experts(parameters)
+        refuse_experts(parameters, "use engine.save_checkpoint and engine.load_checkpoint")
         shards, plain = self.shards, dict(self.plain_runs())
         runs = {}
         for name, parameter in parameters.items():

@@ -1,6 +1,7 @@
 """What this engine relies on inside DeepSpeed, none of which it promises to keep.
 
-`broken_promises()` lists what the installed version lacks; `install()` refuses with that list.
+`broken_promises()` lists what the installed version lacks; `deepspeed.initialize` then refuses ECO optimizers with that
+list, or trains them at stage 0 (`fallback.py`), which relies on nothing of this.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ SIGNATURES: Mapping[str, Sequence[str]] = {
     f"{_ENGINE}.torch_autocast_enabled": ("self",),
     f"{_ENGINE}.is_deepcompile_enabled": ("self",),
     f"{_ENGINE}.load_universal_checkpoint": ("self",),
+    f"{_ENGINE}._get_all_ckpt_names": ("self", "checkpoints_path", "tag"),
     # Stage 1 and 2: overridden or called.
     f"{_STAGE12}.flatten_dense_tensors_aligned": (
         "self",
@@ -61,6 +63,13 @@ SIGNATURES: Mapping[str, Sequence[str]] = {
         "load_from_fp32_weights",
     ),
     f"{_STAGE12}._load_global_state": ("self", "sd"),
+    f"{_STAGE12}._load_universal_checkpoint": (
+        "self",
+        "checkpoint_folder",
+        "load_optimizer_states",
+        "load_from_fp32_weights",
+    ),
+    f"{_STAGE12}.update_lp_params": ("self",),
     f"{_STAGE12}._restore_from_bit16_weights": ("self",),
     f"{_STAGE12}.refresh_fp32_params": ("self",),
     # Stage 3: overridden or called.
@@ -98,6 +107,13 @@ SIGNATURES: Mapping[str, Sequence[str]] = {
     f"{_STAGE3}._rigid_state_dict": ("self",),
     f"{_STAGE3}._rigid_load_state_dict": ("self", "state_dict", "load_optimizer_states"),
     f"{_STAGE3}._restore_from_bit16_weights": ("self",),
+    f"{_STAGE3}._load_global_state_stage3": ("self", "sd"),
+    f"{_STAGE3}._load_universal_checkpoint": (
+        "self",
+        "checkpoint_folder",
+        "load_optimizer_states",
+        "load_from_fp32_weights",
+    ),
     # Functions.
     f"{_INIT}:free_param": ("param",),
     f"{_INIT}:MultipleAllGatherHandles.__init__": ("self", "handles"),
@@ -109,7 +125,6 @@ SIGNATURES: Mapping[str, Sequence[str]] = {
         "start_alignment_factor",
         "allgather_bucket_size",
     ),
-    "deepspeed.moe.utils:is_moe_param": ("param",),
     "deepspeed.utils.groups:_get_expert_parallel_rank": ("group_name",),
 }
 """Where -> names of the parameters, in order."""
@@ -173,7 +188,7 @@ def require_contract() -> None:
     """Refuse a DeepSpeed whose inside has changed.
 
     Raises:
-        ImportError: names everything that is missing and the version that works.
+        ImportError: names everything that is missing, the version that works, and what works without.
     """
     missing = broken_promises()
     if missing:
@@ -181,14 +196,18 @@ def require_contract() -> None:
 
         raise ImportError(
             f"expected DeepSpeed {TESTED_VERSION} or one like it, got {deepspeed.__version__}, which differs where "
-            f"the ECO engine needs it; install deepspeed=={TESTED_VERSION}, or train on FSDP2 (eco_dist.shard_model), "
-            "which needs no DeepSpeed:\n  " + "\n  ".join(missing)
+            f"the ECO engine needs it; install deepspeed=={TESTED_VERSION}, or train the same script at stage 0 with "
+            "'fallback': true in the 'eco' section of the DeepSpeed JSON, or on FSDP2 (eco_dist.shard_model):\n  "
+            + "\n  ".join(missing)
         )
 
 
 def _find(where: str) -> Any:
     module, _, path = where.partition(":")
-    found: Any = importlib.import_module(module)
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError:
+        return None
     for name in path.split("."):
         found = getattr(found, name, None)
         if found is None:

@@ -1,111 +1,91 @@
-"""Let `deepspeed.initialize` choose our ZeRO optimizers when, and only when, the optimizer is an ECO one."""
+"""Let `deepspeed.initialize` train ECO optimizers: by its own engine, at stage 0 by ours alone, or not at all.
+
+Only public functions of DeepSpeed are touched here. What relies on its inside is imported once the contract holds.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime import engine as ds_engine
-from deepspeed.runtime.zero import stage3 as ds_stage3
-from deepspeed.runtime.zero import utils as zero_utils
 
-from eco_dist.engines.deepspeed.config import read_config, refuse_unsupported
-from eco_dist.engines.deepspeed.contract import require_contract
-from eco_dist.engines.deepspeed.experts import as_plain_model
-from eco_dist.engines.deepspeed.plan import plan_weights, refuse_quantized, split_optimizer
-from eco_dist.engines.deepspeed.zero3 import ECOZeroOptimizer3
-from eco_dist.engines.deepspeed.zero12 import ECOZeroOptimizer
+from eco_dist.engines.deepspeed.config import SECTION, read_config
+from eco_dist.engines.deepspeed.contract import broken_promises, require_contract
+from eco_dist.engines.deepspeed.stage0 import initialize_fallback
+from eco_dist.engines.deepspeed.universal import LoadsUniversal, TakeOver
 from eco_dist.optim import ECOSGD, ECOAdamW, ECOOptimizer
 
 _MARK = "_eco_dist_original"
+_broken: list[str] = []
+"""What the installed DeepSpeed lacks, as `install` found it."""
+_OPTIMIZERS = {optimizer.__name__: optimizer for optimizer in (ECOAdamW, ECOSGD)}
 
 
-def install() -> None:
+def install(take_over: TakeOver) -> None:
     """Route ECO optimizers; others are untouched. Doing it twice is doing it once.
 
-    Raises:
-        ImportError: if the installed DeepSpeed lacks what this engine relies on; names all of it.
+    Where the installed DeepSpeed lacks what the engine relies on, `deepspeed.initialize` refuses ECO optimizers with
+    the list of it, unless the JSON asks for the fallback.
+
+    Args:
+        take_over: reads a universal checkpoint: `eco_dist.checkpoint.take_over`.
     """
-    require_contract()
-    for optimizer in (ECOAdamW, ECOSGD):
-        if optimizer not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
-            zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer)
-        setattr(torch.optim, optimizer.__name__, optimizer)  # where DeepSpeed looks for "optimizer": {"type": ...}
-    engine = ds_engine.DeepSpeedEngine
-    if not hasattr(engine._configure_zero_optimizer, _MARK):
-        engine._configure_zero_optimizer = _routed(engine._configure_zero_optimizer)
-        engine._do_optimizer_sanity_check = _checked(engine._do_optimizer_sanity_check)
-        engine._configure_distributed_model = _plain(engine._configure_distributed_model)
-        engine.save_checkpoint = _with_our_experts(engine.save_checkpoint)
-        engine.load_checkpoint = _with_our_experts(engine.load_checkpoint)
+    LoadsUniversal.take_over = staticmethod(take_over)
+    for name, optimizer in _OPTIMIZERS.items():
+        setattr(torch.optim, name, optimizer)  # where DeepSpeed looks for "optimizer": {"type": ...}
+    if not hasattr(deepspeed.initialize, _MARK):
+        deepspeed.initialize = _routed(deepspeed.initialize)
+    _broken[:] = broken_promises()
+    if not _broken:
+        from eco_dist.engines.deepspeed.routing import route
+
+        route()
 
 
 @functools.wraps(deepspeed.initialize)
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """`deepspeed.initialize`, after `install()`."""
-    install()
+    """`deepspeed.initialize`, for scripts that would rather name what they use."""
     return deepspeed.initialize(*args, **kwargs)
 
 
-def _checked(original: Any) -> Any:
-    """Refuse before DeepSpeed chooses a wrapper: some of them would keep master weights."""
-
-    @functools.wraps(original)
-    def check(self: Any, basic_optimizer: Any) -> Any:
-        if isinstance(basic_optimizer, ECOOptimizer):
-            refuse_unsupported(self)
-        return original(self, basic_optimizer)
-
-    return check
-
-
-def _plain(original: Any) -> Any:
-    """Refuse a converted model before DeepSpeed moves it."""
-
-    @functools.wraps(original)
-    def configure(self: Any, model: Any) -> Any:
-        refuse_quantized(model)
-        return original(self, model)
-
-    return configure
-
-
-def _with_our_experts(original: Any) -> Any:
-    """Checkpoints of `MoELayer`s are those of their partitions."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with as_plain_model(self):
-            return original(self, *args, **kwargs)
-
-    return call
-
-
 def _routed(original: Any) -> Any:
+    """`deepspeed.initialize` that looks at what it is asked for."""
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def configure(self: Any, optimizer: Any) -> Any:
-        if not isinstance(optimizer, ECOOptimizer):
-            return original(self, optimizer)
-        return _configure(self, optimizer, original)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        parameters = _json(arguments)
+        if _is_eco(arguments.get("optimizer"), parameters):
+            if read_config(parameters).fallback:
+                return initialize_fallback(original, arguments, parameters, _OPTIMIZERS)
+            if _broken:
+                require_contract()
+        return original(*args, **kwargs)
 
-    setattr(configure, _MARK, original)
-    return configure
+    setattr(routed, _MARK, original)
+    return routed
 
 
-def _configure(engine: Any, client: ECOOptimizer, original: Any) -> Any:
-    """DeepSpeed's own method, with our classes in the place of its own while it runs."""
-    # It subclasses stage 3 when it is first imported, which must not happen while the name is replaced.
-    import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
+def _json(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that `deepspeed.initialize` is given, in one of its ways; empty if it cannot be read here."""
+    config = arguments.get("config") or arguments.get("config_params")
+    config = config or getattr(arguments.get("args"), "deepspeed_config", None) or {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    path = Path(config)
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
-    config = read_config(engine._config._param_dict)
-    plan = plan_weights(engine.module, config)
-    optimizer = split_optimizer(client, plan)
-    saved = ds_engine.DeepSpeedZeroOptimizer, ds_stage3.DeepSpeedZeroOptimizer_Stage3
-    ds_engine.DeepSpeedZeroOptimizer = functools.partial(ECOZeroOptimizer, module=engine.module, plan=plan)
-    ds_stage3.DeepSpeedZeroOptimizer_Stage3 = functools.partial(ECOZeroOptimizer3, plan=plan)
-    try:
-        return original(engine, optimizer)
-    finally:
-        ds_engine.DeepSpeedZeroOptimizer, ds_stage3.DeepSpeedZeroOptimizer_Stage3 = saved
+
+def _is_eco(optimizer: Any, parameters: Mapping[str, Any]) -> bool:
+    """Whether an ECO optimizer is asked for; one that a callable makes is known by the section of the JSON."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return isinstance(optimizer, ECOOptimizer)
+    named = parameters.get("optimizer", {}).get("type") in _OPTIMIZERS
+    return (named and optimizer is None) or (optimizer is not None and SECTION in parameters)

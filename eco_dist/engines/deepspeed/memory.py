@@ -54,6 +54,9 @@ class ZeroMemory:
             yield from self._of_stage3()
         elif hasattr(self._zero, "single_partition_of_fp32_groups"):
             yield from self._of_stage12()
+        elif hasattr(self._zero, "plain_flats"):  # stage 0, ours
+            for flat, pieces in self._zero.plain_flats():
+                yield from self._of_flat("all", flat, [(self._names[id(p)], first, n) for p, first, n in pieces])
         else:  # stage 0, DeepSpeed's FP16 optimizers: a master for each parameter
             for group in self._zero.optimizer.param_groups:
                 for master in group["params"]:

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from deepspeed.moe.utils import is_moe_param
-from deepspeed.utils import groups as process_groups
 from torch import Tensor, nn
 
 from eco_dist.engines.deepspeed.config import EcoConfig
@@ -96,10 +94,17 @@ def split_optimizer(client: ECOOptimizer, plan: WeightPlan) -> ShardOptimizer:
     return optimizer
 
 
+def is_expert(parameter: Tensor) -> bool:
+    """Whether a parameter has DeepSpeed's mark of experts, whose values differ between ranks under the same name."""
+    return not getattr(parameter, "allreduce", True)
+
+
 def _stream_name(name: str, parameter: Tensor) -> str:
     """Experts have the same name on every rank of their expert-parallel group, and must not round alike."""
-    if not is_moe_param(parameter):
+    if not is_expert(parameter):
         return name
+    from deepspeed.utils import groups as process_groups
+
     rank = process_groups._get_expert_parallel_rank(vars(parameter)["group_name"])
     return name if rank == 0 else f"{name}@expert-parallel-{rank}"
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eco_dist.engines.deepspeed.wire import WireLayout, all_gather_runs
-from eco_dist.engines.flat.units import Run
+from eco_dist.engines.flat.shards import PlannedWeight, WeightShard
+from eco_dist.engines.flat.units import Run, runs_of_flat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,22 @@ class Replicas:
         self._resident = resident
         self._everyone: Tensor | None = layout.empty(group.size(), device) if resident else None
         self.own = layout.empty(1, device)[0] if self._everyone is None else self._everyone[group.rank()]
+
+    def place(self, section: int, number: int, planned: PlannedWeight, offset: int) -> tuple[WeightShard, Location]:
+        """A weight's shard on this rank, uninitialized, and where all of it lies.
+
+        Args:
+            section: number of its section.
+            number: its number in the section.
+            planned: the weight.
+            offset: units before it in the runs of all ranks, one behind the other.
+        """
+        units, per_rank = planned.units, self._layout.sections[section].count
+        runs = runs_of_flat(offset, units.count(planned.elements), per_rank, self._group.size())
+        location = Location(section=section, runs=tuple(runs), scale_row=number if units.has_one_scale else None)
+        run = runs[self._group.rank()]
+        codes, scales = self.part(location, run, self.own)
+        return WeightShard(planned, run, codes, scales, self._group), location
 
     def part(self, location: Location, run: Run, source: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales of a run, as views of that rank's bytes."""

@@ -24,7 +24,6 @@ from eco_dist.engines.deepspeed.replicas import Location, Replicas
 from eco_dist.engines.deepspeed.wire import Section, WireLayout
 from eco_dist.engines.deepspeed.working_copy import MODES
 from eco_dist.engines.flat.shards import ShardOptimizer, WeightShard
-from eco_dist.engines.flat.units import runs_of_flat
 
 
 class ECOZeroOptimizer(Checkpoint12):
@@ -101,18 +100,11 @@ class ECOZeroOptimizer(Checkpoint12):
         return Section(units=units, count=count, scale_rows=rows)
 
     def _adopt_group(self, index: int, section: int, replicas: Replicas) -> list[WeightShard]:
-        group = self.real_dp_process_group[index]
         shards = []
         order = zip(self.round_robin_bit16_groups[index], self.round_robin_bit16_offsets[index], strict=True)
         for number, (parameter, offset) in enumerate(order):
             planned = self._plan[parameter]
-            units = planned.units
-            per_rank = units.count(int(self.partition_size[index]))
-            runs = runs_of_flat(units.count(offset), units.count(planned.elements), per_rank, group.size())
-            location = Location(section=section, runs=tuple(runs), scale_row=number if units.has_one_scale else None)
-            run = runs[group.rank()]
-            codes, scales = replicas.part(location, run, replicas.own)
-            shard = WeightShard(planned, run, codes, scales, group)
+            shard, location = replicas.place(section, number, planned, planned.units.count(offset))
             shard.assign(parameter.data)
             self.optimizer.adopt(shard)
             self.shards[id(parameter)] = shard
