@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Trains a configuration on the nodes of a hostfile, with DeepSpeed's launcher.
-# Usage: launchers/deepspeed.sh [--dry-run] CONFIG [key=value ...]
+# Usage: launchers/deepspeed.sh [--dry-run] [--max-restarts N] CONFIG [key=value ...]
+#   --max-restarts  start it again if a rank is lost, from the newest checkpoint (run.save_every says when there is one);
+#                   with NODE_RANK on every node
 #   HOSTFILE        lines "HOST slots=N"; without it this node alone
 #   MASTER_ADDR     first node's address; the first host of the file unless set
 #   MASTER_PORT=29500
@@ -12,6 +14,7 @@ cd "$(dirname "$0")/.."
 
 port=${MASTER_PORT:-29500}
 command=(deepspeed)
+[ "$max_restarts" = 0 ] || command=(launchers/restart.sh "$max_restarts" deepspeed)
 if [ -n "${HOSTFILE:-}" ]; then
     if [ ! -f "$HOSTFILE" ]; then
         echo "expected HOSTFILE to be a file with lines 'HOST slots=N', got '$HOSTFILE'" >&2

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prints the Kubernetes objects that train a configuration: an Indexed Job, a pod a node, and the service they meet at.
-# Usage: launchers/k8s.sh CONFIG [key=value ...] | kubectl apply -f -
+# Usage: launchers/k8s.sh [--max-restarts N] CONFIG [key=value ...] | kubectl apply -f -
 #        launchers/k8s.sh --dry-run CONFIG [key=value ...]     says in a line what would run where
 #   IMAGE           container image with this repository at /workspace (needed)
 #   NAME=eco-dist   name of the job
@@ -18,7 +18,7 @@ for word in --config "$config" "${overrides[@]}"; do
 done
 if [ "$dry_run" = 1 ]; then
     echo "$nnodes pods $name-0 to $name-$((nnodes - 1)) of $image, $ranks_per_node ranks each, meeting at $name-0.$name:29500:"
-    printf '  %q' torchrun --nnodes="$nnodes" --nproc-per-node="$ranks_per_node" -m eco_dist train --config "$config" "${overrides[@]}"
+    printf '  %q' torchrun --nnodes="$nnodes" --nproc-per-node="$ranks_per_node" --max-restarts="$max_restarts" -m eco_dist train --config "$config" "${overrides[@]}"
     echo
     exit 0
 fi
@@ -52,7 +52,7 @@ spec:
           workingDir: /workspace
           command: ["torchrun"]
           args: ["--nnodes=$nnodes", "--nproc-per-node=$ranks_per_node", "--node-rank=\$(NODE_RANK)",
-                 "--master-addr=$name-0.$name", "--master-port=29500", "-m", "eco_dist", "train"$arguments]
+                 "--master-addr=$name-0.$name", "--master-port=29500", "--max-restarts=$max_restarts", "-m", "eco_dist", "train"$arguments]
           env:
             - name: NODE_RANK
               valueFrom:

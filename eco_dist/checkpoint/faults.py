@@ -3,7 +3,7 @@
 ``ECO_DIST_FAULT="save:before-rename:kill:1"`` ends rank 1 with SIGKILL when it comes to that point, ``...:raise:1``
 lets it meet a full disk there, ``...:term:1`` sends it SIGTERM, ``...:stop:1`` SIGSTOP, so that it hangs. Without a
 rank, all ranks fail. Several faults stand with commas between. With a path in ``ECO_DIST_FAULT_ONCE`` each is once:
-``PATH-0``, ``PATH-1``, ... are made then, and a restarted process passes.
+``PATH-0``, ``PATH-1``, ... are made then, with the number of the process, and a restarted one passes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _strikes(number: int) -> bool:
     mark = Path(f"{once}-{number}")
     if mark.exists():
         return False
-    mark.touch()
+    mark.write_text(str(os.getpid()))
     return True
 
 

@@ -30,13 +30,13 @@ from eco_dist.training.build import (
 from eco_dist.training.config import TrainConfig
 from eco_dist.training.display import Display
 from eco_dist.training.evaluate import Evaluator
-from eco_dist.training.heartbeat import naming_lost_nodes
+from eco_dist.training.heartbeat import naming_lost_ranks
 from eco_dist.training.memory_report import RunMemory
 from eco_dist.training.metrics import MetricsWriter, StepMetrics, read_metrics
 from eco_dist.training.plain_weights import save_plain_weights
 from eco_dist.training.plot import plot_expert_load, plot_losses
 from eco_dist.training.preflight import check_nodes, facts_of
-from eco_dist.training.ranks import Ranks, open_ranks
+from eco_dist.training.ranks import Ranks, limit_waiting, open_ranks
 from eco_dist.training.resume import RunCheckpoints
 from eco_dist.training.routing import RunRouting
 from eco_dist.training.sampler import WindowSampler
@@ -59,7 +59,7 @@ def train(config: TrainConfig, *, memory_report: Path | None = None) -> Summary:
     Raises:
         ValueError: the configuration cannot be run: an impossible recipe, a wrong world size, nodes that differ, too
             little memory or text, weights of another model, a directory that holds a run.
-        LostNodeError: a node has gone during the run.
+        LostRanksError: a rank or a node has gone, or hangs.
         FileNotFoundError: a file it names is missing.
     """
     recipe = build_recipe(config.recipe)
@@ -67,7 +67,7 @@ def train(config: TrainConfig, *, memory_report: Path | None = None) -> Summary:
     with open_ranks(config.engine) as ranks:
         split_batch(config, ranks.world_size)  # one that does not split fails here too
         everyone = check_nodes(ranks, facts_of(config))
-        with naming_lost_nodes(ranks, everyone):
+        with naming_lost_ranks(ranks, everyone, config.engine.timeout_s):
             return _train(config, recipe, ranks, memory_report)
 
 
@@ -75,6 +75,7 @@ def _train(config: TrainConfig, recipe: Recipe, ranks: Ranks, memory_report: Pat
     ranks.on_first(lambda: open_run_directory(config))
     text = open_text(config, ranks)
     built = build_model(config, recipe, text.vocabulary, ranks)
+    limit_waiting(config.engine)
     with Display(recipe.name, config.run.steps, shown=ranks.is_first) as display:
         trainer = Trainer(config, recipe, text, built, ranks, display, memory_report)
         trainer.run()
@@ -137,12 +138,15 @@ class Trainer:
                 self.display.advance()
                 if logs:
                     self._log(step, lr, grad_norm, validates, writer)
-                self.checkpoints.after(step)
-        self.checkpoints.finish()
+                if step < self.config.run.steps:
+                    self.checkpoints.after(step)
         self.seconds = time.perf_counter() - started
 
     def finish(self) -> Summary:
-        """Write what remains of a run, and sum it up; collective."""
+        """Write what remains of a run, and sum it up; collective.
+
+        The last checkpoint comes last: a run that dies before is resumed from an earlier one, and writes all of it.
+        """
         directory = self.config.run.directory
         if self.config.run.save_weights:
             save_plain_weights(self.engine.weights(), directory / "weights.safetensors", self.ranks)
@@ -151,6 +155,9 @@ class Trainer:
         if self.ranks.is_first:
             summary.write(directory)
             self._plot(directory)
+        self.checkpoints.after(self.config.run.steps)
+        self.checkpoints.finish()
+        if self.ranks.is_first:
             self.display.print(f"{self.recipe.name}: wrote {directory} after {self.seconds:.1f} s")
         return summary
 

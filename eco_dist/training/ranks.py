@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from eco_dist.training.config import EngineConfig
 
-__all__ = ["Ranks", "check_world", "open_ranks"]
+__all__ = ["Ranks", "check_world", "limit_waiting", "open_ranks"]
 
 T = TypeVar("T")
 
@@ -111,6 +111,13 @@ def check_world(engine: EngineConfig, world_size: int) -> None:
             f"expected {engine.ranks} ranks (engine.ranks), got {world_size}; start with "
             f"torchrun --nproc-per-node={engine.ranks} -m eco_dist train, or set engine.ranks={world_size}"
         )
+
+
+def limit_waiting(engine: EngineConfig) -> None:
+    """Give the groups made by FSDP2's meshes and by DeepSpeed ``engine.timeout_s``; torch gives them half an hour."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=engine.timeout_s), group)
 
 
 def _device(engine: EngineConfig) -> torch.device:

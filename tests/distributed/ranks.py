@@ -21,6 +21,9 @@ import torch.distributed as dist
 
 GROUP_TIMEOUT = datetime.timedelta(seconds=60)
 CALL_TIMEOUT_SECONDS = 200
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Processes of tests. What every one of them needs is imported once, in the process that they are forked from."""
+PROCESSES.set_forkserver_preload(["torch.distributed.tensor", "torch.testing", "eco_dist.cli", "eco_dist.training"])
 CROWDED = 150
 """Threads of a worker after which the next module gets new ones: DeepSpeed keeps groups of engines that are gone, whose
 threads poll."""
@@ -62,10 +65,9 @@ class Ranks:
         atexit.register(self.stop)
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        context = multiprocessing.get_context("spawn")
         while len(self._workers) < world:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            ours, theirs = PROCESSES.Pipe()
+            process = PROCESSES.Process(target=_work, args=(theirs,), daemon=True)
             process.start()
             theirs.close()  # or the end of the worker would not close the pipe
             self._workers.append((process, ours))

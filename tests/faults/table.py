@@ -47,9 +47,13 @@ FAULTS = (
         "files of a larger world left in the folder",
         "faults/test_hostile.py::test_files_of_a_larger_world_are_not_mixed_in",
     ),
-    Fault("a rank that dies or hangs in backward", "faults/test_lost_ranks.py::test_the_others_are_told"),
+    Fault("a rank that dies, stops or lags in backward", "faults/test_lost_ranks.py::test_the_others_name_it"),
     Fault(
-        "workers lost in a step and in saves, restarted",
+        "a node lost: its launcher killed, torchrun and DeepSpeed",
+        "integration/test_launchers.py::test_a_killed_node_is_named",
+    ),
+    Fault(
+        "ranks lost in a step and in saves, one that hangs, restarted by torchrun and DeepSpeed",
         "faults/test_restart.py::test_a_restarted_run_ends_with_the_same_weights",
     ),
     Fault(

@@ -83,6 +83,14 @@ def two_nodes(directory: Path, *more: str, second: tuple[str, ...] = ()) -> list
     ]
 
 
+def two_deepspeed_nodes(directory: Path, hostfile: Path, *more: str) -> list[list[str]]:
+    """Commands of two nodes of DeepSpeed's launcher, without ssh. Two loopback addresses are the nodes."""
+    hostfile.write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    where = {"HOSTFILE": str(hostfile), "MASTER_PORT": free_port()}
+    arguments = settings(directory, "engine=deepspeed", *more)
+    return [command_of(dry_run("deepspeed.sh", *arguments, NODE_RANK=str(node), **where)) for node in range(2)]
+
+
 def test_two_torchrun_nodes_train(start: Start, tmp_path: Path) -> None:
     nodes = [start(command) for command in two_nodes(tmp_path, "run.steps=4")]
     outputs = [node.communicate(timeout=200)[0] for node in nodes]
@@ -91,12 +99,9 @@ def test_two_torchrun_nodes_train(start: Start, tmp_path: Path) -> None:
 
 
 def test_two_nodes_of_deepspeeds_launcher_train(start: Start, tmp_path: Path) -> None:
-    """Without ssh: the launcher runs on each node by hand. Two loopback addresses are the nodes; ZeRO shards."""
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
-    where = {"HOSTFILE": str(hostfile), "MASTER_PORT": free_port()}
-    arguments = settings(tmp_path / "run", "run.steps=4", "engine=deepspeed", "zero=3")
-    nodes = [start(command_of(dry_run("deepspeed.sh", *arguments, NODE_RANK=str(node), **where))) for node in range(2)]
+    nodes = [
+        start(command) for command in two_deepspeed_nodes(tmp_path / "run", tmp_path / "hosts", "zero=3", "run.steps=4")
+    ]
     outputs = [node.communicate(timeout=200)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -104,9 +109,15 @@ def test_two_nodes_of_deepspeeds_launcher_train(start: Start, tmp_path: Path) ->
     assert summary["measured_static_bytes"] == summary["planned_static_bytes"]
 
 
-def test_a_killed_node_is_named(start: Start, tmp_path: Path) -> None:
-    first, second = (start(command) for command in two_nodes(tmp_path, "run.steps=100000", "run.log_every=1"))
-    metrics = tmp_path / "metrics.jsonl"
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_a_killed_node_is_named(launcher: str, start: Start, tmp_path: Path) -> None:
+    directory, endless = tmp_path / "run", ("run.steps=100000", "run.log_every=1")
+    if launcher == "torchrun":
+        commands = two_nodes(directory, *endless)
+    else:
+        commands = two_deepspeed_nodes(directory, tmp_path / "hosts", "zero=2", *endless)
+    first, second = (start(command) for command in commands)
+    metrics = directory / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         assert first.poll() is None, first.communicate()[0]
@@ -114,7 +125,7 @@ def test_a_killed_node_is_named(start: Start, tmp_path: Path) -> None:
     os.kill(second.pid, signal.SIGKILL)  # the launcher alone: its rank notices, and ends too
     output = first.communicate(timeout=100)[0]
     assert first.returncode != 0
-    assert "eco-dist: expected all nodes to stay until the end, lost node 1" in output
+    assert "eco-dist: expected all ranks to stay until the end, lost node 1" in output
     assert "its launcher has died" in second.communicate(timeout=60)[0]
 
 
@@ -149,6 +160,51 @@ def test_the_kubernetes_objects() -> None:
     assert job["spec"]["completions"] == 4
     assert container["args"][-2:] == ["data.path=/data/a b", 'run.directory="/runs"']
     assert "--node-rank=$(NODE_RANK)" in container["args"]
+
+
+def restarts(number: int, *command: str) -> "subprocess.CompletedProcess[str]":
+    words = ["bash", "launchers/restart.sh", str(number), *command]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(("code", "starts"), [(0, 1), (2, 1), (7, 3)])
+def test_a_run_that_fails_at_once_ends_with_its_exit_code(code: int, starts: int, tmp_path: Path) -> None:
+    """What a user has to mend, code 2, is not tried again."""
+    run = restarts(2, "bash", "-c", f"echo started >>{tmp_path}/log; exit {code}")
+    assert run.returncode == code
+    assert (tmp_path / "log").read_text() == "started\n" * starts
+    said = [
+        "restart.sh: the run ended with exit code 7 and starts again; 1 of 2 restarts are left",
+        "restart.sh: the run ended with exit code 7 and starts again; 0 of 2 restarts are left",
+        "restart.sh: expected the run to end well, got exit code 7 after 2 restarts, and none is left; look for the "
+        "first error above",
+    ]
+    assert run.stderr.splitlines() == (said if code == 7 else [])
+
+
+def test_a_run_that_is_ended_from_outside_is_not_restarted(tmp_path: Path) -> None:
+    """SIGTERM reaches the run, which may still do something, and its launcher waits for that."""
+    run = restarts(
+        2, "bash", "-c", f"trap 'echo ended >>{tmp_path}/log; exit 1' TERM; kill $PPID; while :; do wait; done"
+    )
+    assert run.returncode != 0
+    assert (tmp_path / "log").read_text() == "ended\n"
+    assert run.stderr == ""
+
+
+def test_slurms_tasks_are_ranks(tmp_path: Path) -> None:
+    """What srun gives every task becomes what torch reads, without Slurm."""
+    command = command_of(dry_run("slurm.sbatch", "--max-restarts=1", "configs/quickstart.yaml", "recipe=fp8"))
+    assert command[:4] == ["launchers/restart.sh", "1", "srun", "--kill-on-bad-exit=1"]
+    first = command.index("python")
+    assert command[first:][-2:] == ["run.resume=true", "recipe=fp8"]
+    task = {"SLURM_PROCID": "11", "SLURM_LOCALID": "3", "SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE")
+    show = ["bash", "-c", "echo " + " ".join(f"${name}" for name in names)]
+    run = subprocess.run(
+        [*command[4:first], *show], env=os.environ | task, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout.split() == ["11", "3", "16", "1", "8"]
 
 
 @pytest.mark.parametrize("launcher", ["torchrun.sh", "deepspeed.sh", "slurm.sbatch", "k8s.sh"])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from eco_dist.training import Summary, load_config, read_summary, train
 from eco_dist.training.evaluate import chosen_windows
 from eco_dist.training.metrics import StepMetrics, read_metrics
+from eco_dist.training.resume import RunCheckpoints
 
 STEPS = 30
 TEXT = "".join(f"{i} green bottles hanging on the wall, and if one should fall\n" for i in range(300))
@@ -145,6 +146,22 @@ def test_a_run_that_broke_off_goes_on_to_the_same_end(
     for line in read_metrics(finished):
         if line["step"] != 15:  # whose loss is the mean since the line before, which is another one here
             assert lines[line["step"]]["loss"] == line["loss"]
+
+
+def test_a_run_that_broke_off_in_its_last_checkpoint_is_resumed(
+    finished: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and summary are there by then, and come out the same again."""
+    options = ("run.save_every=20", "run.resume=true")
+    after = RunCheckpoints.after
+    monkeypatch.setattr(RunCheckpoints, "after", lambda self, step: after(self, step) if step < STEPS else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, text, *options)
+    monkeypatch.undo()
+    assert (tmp_path / "weights.safetensors").exists()
+    assert run(tmp_path, text, *options).val_loss == read_summary(finished).val_loss
+    expected, got = (load_file(folder / "weights.safetensors") for folder in (finished, tmp_path))
+    assert all(torch.equal(expected[name], tensor) for name, tensor in got.items())
 
 
 def test_a_new_run_does_not_take_up_an_old_checkpoint(text: Path, tmp_path: Path) -> None:
