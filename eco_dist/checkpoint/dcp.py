@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from eco_dist.checkpoint.collective import agreed
-from eco_dist.checkpoint.holders import holder_of, named_parameters
+from eco_dist.checkpoint.holders import Holder, holder_of, named_parameters
 from eco_dist.checkpoint.manifest import CheckpointError
 from eco_dist.checkpoint.pieces import SCALARS, Piece, pieces_of
 from eco_dist.checkpoint.reader import CheckpointReader
@@ -34,12 +34,12 @@ def dcp_state(model: nn.Module, optimizer: ECOOptimizer) -> dict[str, Tensor]:
         optimizer: its optimizer; momenta carry part of the weights. Options of its groups are the program's to save.
 
     Raises:
-        TypeError: for the optimizer of a DeepSpeed engine, whose partitions DCP does not know.
+        TypeError: for the optimizer of a DeepSpeed engine or under FSDP1, whose partitions DCP does not know.
     """
-    if not isinstance(optimizer, ECOOptimizer):
+    if not isinstance(optimizer, ECOOptimizer) or isinstance(optimizer, Holder):
         raise TypeError(
             f"expected ECOAdamW or ECOSGD for torch.distributed.checkpoint, got {type(optimizer).__name__}; use "
-            "eco_dist.checkpoint.save, which knows the partitions of DeepSpeed"
+            "eco_dist.checkpoint.save, which knows the partitions of DeepSpeed and FSDP1"
         )
     holder, parameters = holder_of(optimizer, model), named_parameters(model)
     state: dict[str, Tensor] = {SEED: torch.tensor(optimizer.seed)}

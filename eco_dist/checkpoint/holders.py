@@ -12,14 +12,15 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
 from eco_dist.optim import ECOOptimizer
 from eco_dist.optim.shard import first_row, is_quantized, local, reshard
 from eco_dist.optim.state import allocate_state
 
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-"""What activation checkpointing and torch.compile put into names."""
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+"""What activation checkpointing, torch.compile and FSDP1 put into names."""
 _OUTER_WRAPPER = "module"
 """What DDP and DeepSpeed's engine put in front of them."""
 
@@ -69,24 +70,40 @@ class Holder(Protocol):
         """The runs were written over: take over the seed and the streams of some parameters, show the weights."""
 
 
+@runtime_checkable
+class Flattened(Protocol):
+    """A holder of a model that shows flat parameters in the place of those it was made of."""
+
+    def checkpoint_parameters(self) -> Mapping[str, Tensor]:
+        """What stands for those, by name, in groups and runs."""
+
+
 def holder_of(optimizer: ECOOptimizer | Holder | None, model: nn.Module) -> Holder:
     """The holder of a model's parameters.
 
     Raises:
         TypeError: for an optimizer that cannot say what it holds.
     """
-    if optimizer is None or isinstance(optimizer, ECOOptimizer):
+    if optimizer is None or (isinstance(optimizer, ECOOptimizer) and not isinstance(optimizer, Holder)):
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            given = "no optimizer" if optimizer is None else type(optimizer).__name__
+            raise TypeError(
+                f"expected what eco_dist.fsdp1.convert returned for a model in FullyShardedDataParallel, got {given}; "
+                "FSDP's flat parameters alone are no checkpoint"
+            )
         return _Torch(model, optimizer)
     if isinstance(optimizer, Holder):
         return optimizer
     raise TypeError(
-        f"expected ECOAdamW, ECOSGD or the `engine.optimizer` of a DeepSpeed engine with one, got "
-        f"{type(optimizer).__name__}; for another optimizer use the checkpoints of its own engine"
+        "expected ECOAdamW, ECOSGD, what eco_dist.fsdp1.convert returned, or the `engine.optimizer` of a DeepSpeed "
+        f"engine with one, got {type(optimizer).__name__}; for another optimizer use the checkpoints of its own engine"
     )
 
 
-def named_parameters(model: nn.Module) -> dict[str, Tensor]:
+def named_parameters(model: nn.Module, holder: Holder | Flattened | None = None) -> dict[str, Tensor]:
     """Parameters by name, without what wrappers put into names; the sharded ones, whatever FSDP2 shows just now."""
+    if isinstance(holder, Flattened):
+        return dict(holder.checkpoint_parameters())
     reshard(model)
     return {clean(name): parameter for name, parameter in model.named_parameters()}
 

@@ -47,8 +47,8 @@ def load(path: Path | str, model: nn.Module, optimizer: ECOOptimizer | Holder) -
 
     Args:
         path: folder of a checkpoint, or of a run, of which the newest one is taken.
-        model: converted with the recipe of the saved one, whole or sharded by FSDP2; or a DeepSpeed engine.
-        optimizer: its optimizer (`engine.optimizer`).
+        model: converted with the recipe of the saved one, whole or sharded by FSDP2 or FSDP1; or a DeepSpeed engine.
+        optimizer: its optimizer (`engine.optimizer`, what `fsdp1.convert` returned).
 
     Raises:
         CheckpointError: there is none, or it does not fit the model; the same sentence on all ranks, nothing changed.
@@ -69,7 +69,8 @@ def load(path: Path | str, model: nn.Module, optimizer: ECOOptimizer | Holder) -
     for group, values in zip(holder.checkpoint_groups(), options, strict=True):
         group.update(values)
     records = manifest.parameters
-    streams = [(p, number) for n, p in named_parameters(model).items() if (number := records[n].stream) is not None]
+    parameters = named_parameters(model, holder)
+    streams = [(p, number) for n, p in parameters.items() if (number := records[n].stream) is not None]
     holder.checkpoint_loaded(manifest.seed, streams)
     return manifest
 
@@ -158,7 +159,7 @@ def _check_shared(description: Description, manifest: Manifest) -> None:
 def _options(model: nn.Module, holder: Holder, manifest: Manifest) -> list[dict[str, Any]]:
     """Options of each of the optimizer's groups: those its parameters had when they were saved."""
     saved = {name: index for index, group in enumerate(manifest.groups) for name in group["params"]}
-    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
+    names = {id(parameter): name for name, parameter in named_parameters(model, holder).items()}
     result = []
     for number, group in enumerate(holder.checkpoint_groups()):
         indices = {saved.get(names[id(parameter)]) for parameter in group["params"]}

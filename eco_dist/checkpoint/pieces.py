@@ -113,8 +113,8 @@ def describe(model: nn.Module, optimizer: ECOOptimizer | Holder | None = None) -
     """
     pieces: list[Piece] = []
     records: dict[str, ParameterRecord] = {}
-    parameters = named_parameters(model)
     holder = holder_of(optimizer, model)
+    parameters = named_parameters(model, holder)
     _check_stepped(holder, parameters)
     runs = holder.checkpoint_runs(parameters)
     for name, held in runs.items():

@@ -34,9 +34,9 @@ def save(
 
     Args:
         root: folder of all checkpoints of a run, shared by all ranks.
-        model: whole, sharded by FSDP2, or a DeepSpeed engine.
-        optimizer: its optimizer (`engine.optimizer`); momenta carry part of the weights, so there is no checkpoint
-            without them.
+        model: whole, sharded by FSDP2 or FSDP1, or a DeepSpeed engine.
+        optimizer: its optimizer (`engine.optimizer`, what `fsdp1.convert` returned); momenta carry part of the weights,
+            so there is no checkpoint without them.
         step: optimizer step it is taken after.
         extra: what the training program needs to go on, as JSON: data position, schedule.
         keep: newest checkpoints to keep; None keeps all.
@@ -176,7 +176,7 @@ class _Work:
 
 def _groups(model: nn.Module, holder: Holder) -> tuple[dict[str, Any], ...]:
     """Options of the parameter groups, with names in the place of parameters."""
-    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
+    names = {id(parameter): name for name, parameter in named_parameters(model, holder).items()}
     return tuple(
         {
             **{key: value for key, value in group.items() if key != "params"},

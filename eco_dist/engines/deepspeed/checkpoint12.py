@@ -27,9 +27,10 @@ from eco_dist.engines.deepspeed.checkpoint import (
     take_over_shards,
     without_moments,
 )
-from eco_dist.engines.deepspeed.checkpoint_runs import HeldRun, flat_runs
+from eco_dist.engines.deepspeed.checkpoint_runs import flat_runs
 from eco_dist.engines.deepspeed.universal import LoadsUniversal
 from eco_dist.engines.deepspeed.working_copy import WorkingCopy
+from eco_dist.engines.flat.held import HeldRun
 from eco_dist.engines.flat.shards import ShardOptimizer, WeightShard
 
 _KEYS = {

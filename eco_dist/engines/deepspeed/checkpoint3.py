@@ -21,9 +21,10 @@ from eco_dist.engines.deepspeed.checkpoint import (
     take_over_shards,
     without_moments,
 )
-from eco_dist.engines.deepspeed.checkpoint_runs import HeldRun, flat_runs
+from eco_dist.engines.deepspeed.checkpoint_runs import flat_runs
 from eco_dist.engines.deepspeed.partitions import Gathering, Partition
 from eco_dist.engines.deepspeed.universal import LoadsUniversal
+from eco_dist.engines.flat.held import HeldRun
 from eco_dist.engines.flat.shards import ShardOptimizer, WeightShard
 
 _KEYS = {"masters": FP32_FLAT_GROUPS, "optimizer": OPTIMIZER_STATE_DICT}

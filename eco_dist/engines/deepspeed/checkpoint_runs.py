@@ -6,7 +6,6 @@ units are whole rows or blocks, so a run of units is a run of elements of every 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -14,29 +13,9 @@ import torch
 from torch import Tensor
 
 from eco_dist.engines.deepspeed.plan import is_expert
-from eco_dist.engines.flat.shards import ShardOptimizer, WeightShard
+from eco_dist.engines.flat.held import HeldRun, quantized_run
+from eco_dist.engines.flat.shards import ShardOptimizer
 from eco_dist.optim.state import allocate_state
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeldRun:
-    """A run of one parameter's elements on this rank.
-
-    Attributes:
-        shape: global shape of the parameter.
-        start: first element of the run in the flattened parameter.
-        tensor: codes and scales as a quantized weight of units, or plain elements.
-        state: optimizer state of the run.
-        stream: number of its stream of random bits; None in high precision.
-        saved: whether this rank writes it.
-    """
-
-    shape: tuple[int, ...]
-    start: int
-    tensor: Tensor
-    state: Mapping[str, Tensor]
-    stream: int | None = None
-    saved: bool = True
 
 
 def refuse_experts(parameters: Mapping[str, Tensor], advice: str) -> None:
@@ -54,17 +33,6 @@ def refuse_experts(parameters: Mapping[str, Tensor], advice: str) -> None:
             raise ValueError(
                 f"expected parameters that are the same on all ranks, got '{name}' of deepspeed.moe.MoE; {advice}"
             )
-
-
-def quantized_run(optimizer: ShardOptimizer, shard: WeightShard) -> HeldRun:
-    """The units of a shard."""
-    return HeldRun(
-        shape=tuple(shard.plan.shape),
-        start=shard.run.first * shard.plan.units.columns,
-        tensor=shard.weight,
-        state=optimizer.state[shard.weight],
-        stream=shard.weight.tensor_id,
-    )
 
 
 def flat_runs(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from eco_dist.engines.deepspeed.checkpoint import ECO, load_shards, save_shards
-from eco_dist.engines.deepspeed.checkpoint_runs import HeldRun, HoldsRuns, flat_runs, refuse_experts
+from eco_dist.engines.deepspeed.checkpoint_runs import HoldsRuns, flat_runs, refuse_experts
 from eco_dist.engines.deepspeed.common import is_bad, report_bad_gradients
 from eco_dist.engines.deepspeed.config import EcoConfig
 from eco_dist.engines.deepspeed.memory import Described, ZeroMemory
@@ -30,6 +30,7 @@ from eco_dist.engines.deepspeed.plain_runs import PlainRun
 from eco_dist.engines.deepspeed.plan import plan_weights, refuse_quantized, split_optimizer
 from eco_dist.engines.deepspeed.replicas import Location, Replicas
 from eco_dist.engines.deepspeed.wire import Section, WireLayout
+from eco_dist.engines.flat.held import HeldRun
 from eco_dist.engines.flat.shards import WeightShard
 from eco_dist.optim import ECOOptimizer
 

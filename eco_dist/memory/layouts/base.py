@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from eco_dist.memory.layouts import fsdp
-from eco_dist.memory.layouts.pools import Pool
+from eco_dist.memory.layouts import fsdp, fsdp1
+from eco_dist.memory.layouts.pools import Segmented
 from eco_dist.memory.layouts.zero import Zero, ZeroOptions
 from eco_dist.memory.mesh import Mesh
 from eco_dist.memory.report import TensorMemory
@@ -26,17 +26,15 @@ class Layout:
         pools: the pools of some tensors on a mesh; the last argument is whether there is a second moment.
         replicated: what every rank holds besides, whatever its position; the same arguments.
         shards_weights, shards_gradients: whether a rank holds only a part of them between uses.
-        unverified: what tests do not hold to live ranks, in words; "" if they hold everything.
         one_rank: whether it can have one rank only.
         zero: keys of the DeepSpeed JSON; None for other engines.
     """
 
     name: str
-    pools: Callable[[Sequence[ModelTensor], Mesh, bool], list[Pool]]
+    pools: Callable[[Sequence[ModelTensor], Mesh, bool], Sequence[Segmented]]
     replicated: Callable[[Sequence[ModelTensor], Mesh, bool], list[TensorMemory]]
     shards_weights: bool
     shards_gradients: bool
-    unverified: str = ""
     one_rank: bool = False
     zero: ZeroOptions | None = None
 
@@ -57,11 +55,10 @@ _FSDP = {
     "fsdp2": Layout(name="fsdp2", pools=fsdp.fsdp2, replicated=_nothing, shards_weights=True, shards_gradients=True),
     "fsdp1": Layout(
         name="fsdp1",
-        pools=fsdp.fsdp1,
-        replicated=_nothing,
+        pools=fsdp1.fsdp1,
+        replicated=fsdp1.hollow,
         shards_weights=True,
         shards_gradients=True,
-        unverified="codes, for which this package has no FSDP1 engine yet",
     ),
 }
 

@@ -1,8 +1,7 @@
-"""One process and PyTorch's FSDP: 2 (`fully_shard`) cuts rows of each parameter, 1 a flat parameter of each module."""
+"""One process, and PyTorch's FSDP2 (`fully_shard`), which cuts rows of each parameter."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -11,7 +10,6 @@ from eco_dist.memory.layouts.pools import Pool
 from eco_dist.memory.mesh import Mesh
 from eco_dist.memory.storage import Bytes
 from eco_dist.memory.tensors import ModelTensor
-from eco_dist.numerics.groups import BLOCK_SIZE
 
 
 def whole(tensors: Sequence[ModelTensor], mesh: Mesh, second_moment: bool) -> list[Pool]:
@@ -26,18 +24,6 @@ def fsdp2(tensors: Sequence[ModelTensor], mesh: Mesh, second_moment: bool) -> li
     `ep` whole runs, then by the `edp` ranks that share one.
     """
     return [_rows(tensor, mesh, second_moment, cut=True) for tensor in tensors]
-
-
-def fsdp1(tensors: Sequence[ModelTensor], mesh: Mesh, second_moment: bool) -> list[Pool]:
-    """FSDP1 with `use_orig_params=False`: a flat parameter for each wrapped module and storage, padded to the ranks.
-
-    Codes are cut between blocks of 128, so that no scale group is.
-    """
-    groups: dict[tuple[str, bool, bool, bool], list[ModelTensor]] = {}
-    for tensor in tensors:
-        key = (tensor.unit, tensor.is_expert, tensor.storage.is_quantized, tensor.trainable)
-        groups.setdefault(key, []).append(tensor)
-    return [_flat(key[0], members, mesh, second_moment) for key, members in groups.items()]
 
 
 def parts(tensor: ModelTensor, mesh: Mesh) -> int:
@@ -99,34 +85,4 @@ def _rows(tensor: ModelTensor, mesh: Mesh, second_moment: bool, *, cut: bool) ->
         describe=describe,
         spread=spread,
         times=local_count(tensor, mesh),
-    )
-
-
-def _flat(unit_name: str, members: list[ModelTensor], mesh: Mesh, second_moment: bool) -> Pool:
-    """The pool of a flat parameter: one tensor, wherever its members lie in it."""
-    first = members[0]
-    unit = BLOCK_SIZE if first.storage.is_quantized else 1
-    units = sum(math.ceil(local_count(t, mesh) * math.prod(local_shape(t, mesh)) / unit) for t in members)
-    positions = parts(first, mesh)
-    shape = (units, unit) if first.storage.is_quantized else (units,)
-    flat = dataclasses.replace(first, name=f"{unit_name or 'root'}._flat_param", shape=shape, count=1)
-    chunk = math.ceil(units / positions)
-
-    def describe(member: ModelTensor, held: int, room: int) -> Bytes:
-        units = held if member.storage.is_quantized else room  # FSDP1 pads its shards and steps the padding
-        local = (units, *shape[1:])
-        result = member.storage.weight(local)
-        padded = sum(number for _, number in member.storage.weight((room, *shape[1:])))
-        result.append((Category.PADDING, padded - sum(number for _, number in result)))
-        if member.trainable:
-            result += member.storage.state(local, second_moment=second_moment)
-        return result
-
-    return Pool(
-        members=((flat, units),),
-        unit=unit,
-        parts=positions,
-        chunk=chunk,
-        describe=describe,
-        spread=mesh.shards // positions,
     )

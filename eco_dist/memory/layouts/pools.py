@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from eco_dist.memory.report import TensorMemory, tensor_entries
 from eco_dist.memory.storage import Bytes
 from eco_dist.memory.tensors import ModelTensor
+from eco_dist.numerics import BLOCK_SIZE, Granularity
+from eco_dist.recipe import Recipe
 
 Describe = Callable[[ModelTensor, int, int], Bytes]
 """Bytes of a run of units of a tensor, stored with room for so many."""
@@ -44,6 +47,20 @@ class Segment:
     start: int
     stop: int
     entries: tuple[Entry, ...]
+
+
+class Segmented(Protocol):
+    """Whatever can say what each position holds: a pool, mostly."""
+
+    def segments(self) -> Iterator[Segment]:
+        """Segments in the order of positions, in positions of the mesh."""
+        ...
+
+
+def unit_columns(shape: Sequence[int], recipe: Recipe) -> int:
+    """Elements of a unit of codes, which engines of flat partitions never cut: a block of 128, or a row."""
+    whole_blocks = shape[-1] % BLOCK_SIZE == 0 and recipe.granularity is not Granularity.ROW
+    return BLOCK_SIZE if whole_blocks else shape[-1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +145,7 @@ def _padding(counts: Bytes) -> Entry:
     return Entry(tensor="flat partitions", memory=memory, is_quantized=False, elements=0)
 
 
-def combine(pools: Sequence[Pool], positions: int) -> Iterator[tuple[int, int, list[Entry]]]:
+def combine(pools: Sequence[Segmented], positions: int) -> Iterator[tuple[int, int, list[Entry]]]:
     """Ranges of mesh positions that hold the same of every pool, with what they hold."""
     changes: dict[int, list[tuple[int, Segment]]] = {}
     for index, pool in enumerate(pools):

@@ -23,13 +23,12 @@ from typing import Literal
 
 from eco_dist.memory.categories import Category
 from eco_dist.memory.layouts.fsdp import local_count, local_shape, parts
-from eco_dist.memory.layouts.pools import Pool
+from eco_dist.memory.layouts.pools import Pool, unit_columns
 from eco_dist.memory.mesh import Mesh
 from eco_dist.memory.report import TensorMemory, tensor_entries
 from eco_dist.memory.storage import Bytes
 from eco_dist.memory.tensors import ModelTensor
 from eco_dist.numerics import Granularity
-from eco_dist.numerics.groups import BLOCK_SIZE
 
 WorkingCopy = Literal["replica", "transient", "kept"]
 
@@ -263,8 +262,7 @@ def _unit(tensor: ModelTensor) -> int:
     recipe = tensor.storage.recipe
     if recipe is None or not _is_codes(tensor):
         return 1
-    blocks = tensor.shape[-1] % BLOCK_SIZE == 0 and recipe.granularity is not Granularity.ROW
-    return BLOCK_SIZE if blocks else tensor.shape[-1]
+    return unit_columns(tensor.shape, recipe)
 
 
 def _sub_groups(sizes: Sequence[int], limit: int) -> int:
