@@ -124,7 +124,12 @@ def peak_ratio(preset: str, sequences: int, length: int, mixed: bool) -> float:
     return expected / found
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize(("preset", "sequences", "length"), [("tiny", 4, 64), ("small", 1, 16)])
-def test_the_modelled_peak_is_near_the_measured_one(preset: str, sequences: int, length: int, mixed: bool) -> None:
-    assert run_ranks(2, peak_ratio, preset, sequences, length, mixed) == pytest.approx([1, 1], abs=0.1)
+@pytest.mark.parametrize(
+    ("world", "preset", "sequences", "length", "mixed"),
+    [(2, "tiny", 4, 64, False), (3, "tiny", 4, 64, True), (2, "small", 1, 16, False), (2, "small", 1, 16, True)],
+)
+def test_the_modelled_peak_is_near_the_measured_one(
+    world: int, preset: str, sequences: int, length: int, mixed: bool
+) -> None:
+    ratios = run_ranks(world, peak_ratio, preset, sequences, length, mixed)
+    assert ratios == pytest.approx([1] * world, abs=0.1)

@@ -6,8 +6,8 @@ Letters as in the note of `fsdp2.py`. What differs:
 * A block's all-gather lands in its flat parameter: there is no W. Codes are decoded on the way into it.
 * Backward gathers the block before ahead as P, the last block while the loss is differentiated.
 * The gradients of a block's parameters come one by one and are then copied into that of the flat parameter, 2 G in
-  all, beside P. Then P is freed. G itself is reduced where it is fp32 and a copy R beside it where it is not; no
-  reduce-scatter is in flight during the next block's backward.
+  all, beside P. Then P is freed. G itself is reduced where it is fp32 and a copy R beside it where it is not, padded
+  once more where the ranks do not divide it; no reduce-scatter is in flight during the next block's backward.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class FSDP1Step(Step):
         )
 
     def _carried(self, unit: Unit) -> int:
-        """R where it is not G itself, and gloo's copy of it."""
-        own = unit.reduce_input if unit.gradient < unit.reduce_input else 0
-        return own + (unit.reduce_input if self.copies else 0)
+        """R where it is not G itself, a copy padded to the ranks where they do not divide it, and gloo's copy."""
+        is_cast = unit.gradient < unit.reduce_input
+        is_padded = (unit.reduce_input // 4) % self.mesh.shards != 0
+        return unit.reduce_input * (is_cast + is_padded + self.copies)
 
     def _ahead(self, layer: int) -> int:
         """P of the block before, which FSDP1 gathers ahead in backward."""
