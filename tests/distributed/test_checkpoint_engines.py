@@ -6,19 +6,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from eco_dist import ECOAdamW, quantize_weights_, shard_model
 from eco_dist.checkpoint import CheckpointError, load, save
 from eco_dist.checkpoint.reader import CheckpointReader
 from tests.distributed import deepspeed_ranks, ranks
-from tests.distributed.deepspeed_ranks import Probes, config, engine_of
+from tests.distributed.deepspeed_ranks import Probe, Probes, config, engine_of
+from tests.distributed.fsdp1_models import converted
 
 pytest.importorskip("deepspeed")
 
 STEPS = 2
-SAVED_ON = {"single": 1, "fsdp2": 2, "zero1": 3, "zero2": 2, "zero3": 3}
-LOADED_ON = {"single": 1, "fsdp2": 3, "zero1": 2, "zero2": 3, "zero3": 2}
+SAVED_ON = {"single": 1, "fsdp2": 2, "fsdp1": 3, "fsdp1-originals": 2, "zero1": 3, "zero2": 2, "zero3": 3}
+LOADED_ON = {"single": 1, "fsdp2": 3, "fsdp1": 2, "fsdp1-originals": 3, "zero1": 2, "zero2": 3, "zero3": 2}
 RECIPES = {
     "fp8-8bit": {"recipe": "fp8-8bit"},
     "int4": {"recipe": "int4"},
@@ -30,14 +32,17 @@ def prepared(kind: str, recipe: str, seed: int) -> tuple[nn.Module, Any, Any]:
     """A model, its optimizer, and what takes a step of a number."""
     torch.manual_seed(seed)
     model, eco = Probes(seed=seed), RECIPES[recipe]
+    options = {"lr": 3e-3 * (seed + 1), "weight_decay": 0.1, "seed": 7 + seed}
     if kind.startswith("zero"):
-        options = {"lr": 3e-3 * (seed + 1), "weight_decay": 0.1, "seed": 7 + seed}
         json = config(int(kind[-1]), eco=eco, optimizer={"type": "ECOAdamW", "params": options})
         engine = engine_of(model, json)
         return engine, engine.optimizer, engine
     changed = deepspeed_ranks.recipe_of(eco)
+    if kind.startswith("fsdp1"):
+        flat, optimizer = converted(model, changed, {Probe}, use_orig_params=kind == "fsdp1-originals", **options)
+        return flat, optimizer, None
     (shard_model if kind == "fsdp2" else quantize_weights_)(model, changed)
-    return model, ECOAdamW(model.parameters(), lr=3e-3 * (seed + 1), weight_decay=0.1, seed=7 + seed), None
+    return model, ECOAdamW(model.parameters(), **options), None
 
 
 def train(model: nn.Module, optimizer: Any, engine: Any, first: int) -> None:
@@ -45,12 +50,16 @@ def train(model: nn.Module, optimizer: Any, engine: Any, first: int) -> None:
         if engine is not None:
             engine.backward(engine(step))
             engine.step()
+            continue
+        if isinstance(model, FullyShardedDataParallel):
+            model(step).backward()
         else:
             for parameter, gradient in zip(model.parameters(), model.gradients(step), strict=True):
                 parameter.grad = gradient
                 if isinstance(parameter, DTensor):
                     parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-            optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def save_here(kind: str, recipe: str, root: str) -> None:
@@ -88,9 +97,12 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(got[name], value) if isinstance(value, Tensor) else got[name] == value, name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_engine_loads_every_other(recipe: str, tmp_path: Path) -> None:
-    sources = {kind: str(tmp_path / "saved" / kind) for kind in SAVED_ON}
+SOME = ("single", "fsdp2", "fsdp1", "zero2", "zero3")
+
+
+@pytest.mark.parametrize(("recipe", "kinds"), [("fp8-8bit", tuple(SAVED_ON)), ("int4", SOME), ("tensor", SOME)])
+def test_every_engine_loads_every_other(recipe: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
+    sources = {kind: str(tmp_path / "saved" / kind) for kind in kinds}
     for kind, root in sources.items():
         on_ranks(kind, SAVED_ON, save_here, recipe, root)
     begun = stored(tmp_path / "saved" / "single")
@@ -98,7 +110,7 @@ def test_every_engine_loads_every_other(recipe: str, tmp_path: Path) -> None:
         assert_same(stored(Path(root)), begun)
     on_ranks("single", LOADED_ON, load_here, recipe, {"single": sources["single"]}, str(tmp_path / "expected"))
     ended = stored(tmp_path / "expected" / "single")
-    for kind in LOADED_ON:
+    for kind in kinds:
         on_ranks(kind, LOADED_ON, load_here, recipe, sources, str(tmp_path / kind))
         for source in sources:
             assert_same(stored(tmp_path / kind / source / f"step-{STEPS:08d}"), begun)
