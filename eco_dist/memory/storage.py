@@ -29,6 +29,11 @@ class Storage:
     is_quantized: bool = False
     runs_under_zero: bool = True
 
+    @property
+    def stepped_bytes(self) -> int:
+        """Bytes of an element of what another framework's optimizer steps."""
+        return 4
+
     def weight(self, shape: Shape) -> Bytes:
         """What the weight takes."""
         raise NotImplementedError
@@ -112,6 +117,11 @@ class PerElement(Storage):
     def __hash__(self) -> int:
         """By identity: the baselines are singletons."""
         return id(self)
+
+    @property
+    def stepped_bytes(self) -> int:
+        """Those of the master weight."""
+        return int(self.states.get(Category.MASTER, 4))
 
     def weight(self, shape: Shape) -> Bytes:
         """Bytes an element times elements."""

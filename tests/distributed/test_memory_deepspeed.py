@@ -198,9 +198,13 @@ def peak_of(stage: int, recipe: str, copy: WorkingCopy, preset: str, sequences: 
         (1, "fp8", "replica"),
         (2, "fp8", "replica"),
         (2, "fp8", "transient"),
+        (1, "fp8", "kept"),
         (3, "fp8", "replica"),
+        (0, "bf16-master", "replica"),
         (2, "bf16-master", "replica"),
         (3, "bf16-master", "replica"),
+        (2, "deepspeed-bf16-states", "replica"),
+        (3, "deepspeed-bf16-states", "replica"),
     ],
 )
 @pytest.mark.parametrize(("preset", "sequences", "length"), [("small", 1, 16), ("tiny", 4, 64)])

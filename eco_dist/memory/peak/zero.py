@@ -5,14 +5,15 @@ N elements, of which Q are codes and H in high precision, on P ranks; compute an
 
 * Weights are there already, but for codes. `replica` decodes a block for its forward and weight after weight in its
   backward; `transient` decodes all from the first forward to the step. Stage 3 gathers ahead, and keeps up to a
-  billion elements (`stage3_max_live_parameters`), which is all of a small model. Decoding takes two fp32
-  copies of at most `decoded_at_once` elements.
+  billion elements (`stage3_max_live_parameters`), which is all of a small model; in forward, what it gathers of weights
+  in 16 bits is there twice. Decoding takes two fp32 copies of at most `decoded_at_once` elements.
 * Stage 1 keeps whole gradients, 2 N, and at the end of backward the partition's, 2 N / P, and a bucket besides. Stages
   2 and 3 reduce a gradient as soon as a bucket is full, and one that does not fit by itself: partitions of what is
   done, a bucket, and two copies of a block's largest gradient. The bucket is static at stage 3, where codes let the
   partitions of gradients go between steps and DeepSpeed's own optimizer does not.
-* The step turns the partition's gradients of high-precision parameters into fp32, and torch's AdamW (`torch_adam`)
-  makes two more fp32 copies of it; DeepSpeed's fused one does not.
+* The step turns the partition's gradients of high-precision parameters into the dtype of the masters, and torch's AdamW
+  (`torch_adam`) makes two more copies of it; DeepSpeed's fused one does not. Stage 0 steps one parameter after the other
+  and makes three copies of each.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class ZeroStep:
         self._shape, self._batch, self._mesh = model.transformer, batch, mesh
         self._stage = int(layout.name[-1])
         self._options = layout.zero or ZeroOptions()
+        self._stepped = max((tensor.storage.stepped_bytes for tensor in model.tensors), default=4)
         is_cut = self._stage > 0
         self._all = Unit.of(model.tensors, mesh, is_cut=is_cut)
         self._root = Unit.of(units.pop(""), mesh, is_cut=is_cut)
@@ -107,7 +109,7 @@ class ZeroStep:
             yield moment(
                 f"forward {layer}",
                 unsharded=self._unsharded(block),
-                communication=self._gathered(block),
+                communication=self._gathered(block) + self._assembled(block),
                 activations=self._kept(layer) + self._layer(layer),
                 temporaries=_decoding(block),
             )
@@ -157,8 +159,12 @@ class ZeroStep:
         return moment("reduce", unsharded=self._unsharded(Unit()), communication=bucket, gradients=gradients)
 
     def _step(self) -> Moment:
-        if not self._all.codes:  # torch's AdamW on fp32 copies of the partition's gradients
-            return moment("optimizer step", gradients=4 * self._all.partition, temporaries=8 * self._all.partition)
+        if not self._all.codes:  # torch's AdamW
+            own = self._stepped * self._all.partition
+            if self._stage > 0:
+                return moment("optimizer step", gradients=own, temporaries=2 * own)
+            copies = 3 * self._stepped * max(unit.largest for unit in (self._root, *self._blocks))
+            return moment("optimizer step", gradients=2 * self._all.partition + own, temporaries=copies)
         unsharded = 2 * self._all.codes if self._is_transient else 0
         gradients = 2 * self._all.partition + 4 * self._all.plain
         return moment("optimizer step", unsharded=unsharded, gradients=gradients)
@@ -186,6 +192,12 @@ class ZeroStep:
         if self._stage == 3:
             return min(self._all.wire, max(_PREFETCHED, block.wire))
         return self._all.wire if self._is_transient else 0
+
+    def _assembled(self, block: Unit) -> int:
+        """At stage 3, weights in 16 bits as they are gathered, before each is in one piece."""
+        if self._stage < 3:
+            return 0
+        return 2 * min(self._all.elements - self._all.codes, max(_PREFETCHED, block.elements - block.codes))
 
     def _bucket(self) -> int:
         return 2 * self._options.reduce_bucket if self._stage == 2 else 0
