@@ -12,8 +12,8 @@ N elements, of which Q are codes and H in high precision, on P ranks; compute an
   done, a bucket, and two copies of a block's largest gradient. The bucket is static at stage 3, where codes let the
   partitions of gradients go between steps and DeepSpeed's own optimizer does not.
 * The step turns the partition's gradients of high-precision parameters into the dtype of the masters, and torch's AdamW
-  (`torch_adam`) makes two more copies of it; DeepSpeed's fused one does not. Stage 0 steps one parameter after the other
-  and makes three copies of each.
+  (`torch_adam`) makes two more copies of it; DeepSpeed's fused one does not. Stage 0 steps parameters one by one, with
+  three copies of each.
 """
 
 from __future__ import annotations
