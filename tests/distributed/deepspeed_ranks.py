@@ -16,9 +16,9 @@ ODD = {"width": 37, "hidden": 131}
 EVEN = {"width": 128, "hidden": 384}
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, fresh: bool = False) -> list[Any]:
     """As `ranks.run_ranks`, on workers that only see DeepSpeed: it patches torch modules and functions for good."""
-    return ranks.run_ranks(world, function, *args, pool="deepspeed")
+    return ranks.run_ranks(world, function, *args, pool="deepspeed", fresh=fresh)
 
 
 _prepared: list[dist.ProcessGroup] = []

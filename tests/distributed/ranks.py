@@ -106,11 +106,16 @@ class Ranks:
 _POOLS: dict[str, Ranks] = {}
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, pool: str = "torch") -> list[Any]:
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, pool: str = "torch", fresh: bool = False
+) -> list[Any]:
     """Results of `function(*args)` on each of `world` ranks; AssertionError with the tracebacks if one raises.
 
-    What changes its process for good, as DeepSpeed does, runs in a pool of workers of its own.
+    What changes its process for good, as DeepSpeed does, runs in a pool of workers of its own; what must find nothing
+    that others have left behind, in fresh ones.
     """
+    if fresh and pool in _POOLS:
+        _POOLS[pool].stop()
     return _POOLS.setdefault(pool, Ranks()).run(world, function, *args)
 
 

@@ -152,7 +152,7 @@ def resident() -> float:
 
 def test_bytes_between_steps() -> None:
     """The model in bf16, a share of codes, scales and moments, and no master."""
-    for count in run_ranks(2, resident):
+    for count in run_ranks(2, resident, fresh=True):
         assert count == pytest.approx(2 + 3.09 / 2, abs=0.05)
 
 

@@ -94,7 +94,7 @@ def strictly() -> list[float]:
 
 
 def test_nothing_weight_sized_is_left() -> None:
-    for (bytes_,) in run_ranks(2, strictly):
+    for (bytes_,) in run_ranks(2, strictly, fresh=True):
         assert bytes_ == pytest.approx(3 + 3 * 4 / 128, abs=1e-3)
 
 

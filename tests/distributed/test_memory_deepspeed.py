@@ -273,7 +273,7 @@ def planted(stage: int, where: str, width: int) -> str:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_planted_copy_is_named(stage: int) -> None:
     width = 50 + stage
-    for sentence in run_ranks(2, planted, stage, "module", width):
+    for sentence in run_ranks(2, planted, stage, "module", width, fresh=True):
         assert f"on rank 0 a float32 tensor of shape [150, {width}] held by 'shadow' of Block 'blocks.0'" in sentence
     for sentence in run_ranks(2, planted, stage, "optimizer", width + 10):
         assert "held by 'masters' of ECOZeroOptimizer" in sentence

@@ -149,6 +149,6 @@ def shadow_on_one_rank() -> str:
 
 
 def test_a_master_copy_on_one_rank_is_refused_on_all() -> None:
-    sentences = run_ranks(2, shadow_on_one_rank)
+    sentences = run_ranks(2, shadow_on_one_rank, fresh=True)
     assert sentences[0] == sentences[1]
     assert "on rank 1 a float32 tensor of shape [139, 41] held by 'shadow' of" in sentences[0]
