@@ -12,8 +12,8 @@ if [ $# -gt 0 ]; then
     pytest "$@"
     exit
 fi
-# Unit tests are one process each and share the cores; tests that start ranks have them to themselves.
+# Two at a time; those that start launchers, kill ranks and wait for what the others say have the cores to themselves.
 status=0
-pytest --numprocesses 2 --dist loadfile tests/unit || status=1
-pytest --ignore tests/unit || status=1
+pytest --numprocesses 2 --dist loadfile tests/unit tests/distributed || status=1
+pytest --ignore tests/unit --ignore tests/distributed || status=1
 exit $status

@@ -75,16 +75,21 @@ template <Moments M, bool SECOND> INLINE vf moment_at(const void* stored, float 
     } else return load<vf>(unpacked + i);
 }
 
-// The rule, see eco_dist/optim/rules.py; the only copy of it on this side. New moments in place, v's root and d into
-// `r` and `d` (AdamW); returns the updated weight.
-template <Rule R> INLINE vf updated_weight(const Shard& s, vf w, vf g, vf& m, vf& v, vf& r, vf& d) {
-    g = g * s.grad_scale;
+template <bool BF16> INLINE vf grad_at(const Shard& s, const void* grad, int i) {
+    return (BF16 ? from_bf16(load<vh>((const uint16_t*)grad + i)) : load<vf>((const float*)grad + i)) * s.grad_scale;
+}
+
+// The rule, see eco_dist/optim/rules.py; the only copy of it on this side. AdamW's second moment, in place; returns its root.
+INLINE vf second_moment(const Shard& s, vf g, vf& v) {
+    v = v * s.beta2 + (g * g) * s.factor2;
+    return root(v);
+}
+// The first moment in place and the denominator, given the root; returns the updated weight.
+template <Rule R> INLINE vf updated_weight(const Shard& s, vf w, vf g, vf r, vf& m, vf& d) {
     if constexpr (R == SGD) {
         m = m * s.beta1 + g * s.factor1;
         return w * s.decay - m * s.step_size;
     } else {
-        v = v * s.beta2 + (g * g) * s.factor2;
-        r = root(v);
         d = r * s.root2 + s.eps;
         if constexpr (R == ADAMW_DISPLACEMENT) {
             m = m * s.beta1 + (g / d) * s.factor1;
@@ -120,10 +125,13 @@ static int32_t update(const Shard& shard, const Kind& kind, const Block& block, 
     vi absmax{};
     for (int i = 0; i < BLOCK_SIZE; i += VL) {
         vf w = INLINE_E4M3 ? scaled_e4m3((const uint8_t*)b.codes + i, scale) : load<vf>(x.weight + i);
-        vf g = BF16_GRAD ? from_bf16(load<vh>((const uint16_t*)b.grad + i)) : load<vf>((const float*)b.grad + i);
+        const vf g = grad_at<BF16_GRAD>(s, b.grad, i);
         vf m = moment_at<M, false>(b.exp_avg, m_scale, x.m, i), v{}, r{}, d{};
-        if constexpr (R != SGD) v = moment_at<M, true>(b.exp_avg_sq, v_scale, x.v, i);
-        const vf t = updated_weight<R>(s, w, g, m, v, r, d);
+        if constexpr (R != SGD) {
+            v = moment_at<M, true>(b.exp_avg_sq, v_scale, x.v, i);
+            r = second_moment(s, g, v);
+        }
+        const vf t = updated_weight<R>(s, w, g, r, m, d);
         if constexpr (R != SGD) {
             store(new_v + i, M == M_FP8 || M == M_DYNAMIC8 ? r : v);
             store(x.denominator + i, d);
@@ -190,19 +198,24 @@ template <Format F> static void store_residual(const Kind& kind, const Shard& s,
     }
 }
 
-// An eight-bit float moment with one scale; a positive second moment, given as its root, never becomes zero.
+// Codes of an eight-bit float moment, 4 * VL of them; a positive second moment, given as its root, never becomes zero.
+template <bool SECOND, bool STOCHASTIC> INLINE void fp8_codes(const float* values, int i, float inverse, const Random& random, void* out) {
+    vi codes[4];
+    vf signs[4], rounded;
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++) {
+        const int at = i + n * VL;
+        const vf v = load<vf>(values + at);
+        codes[n] = e4m3_nearest<STOCHASTIC>(v * inverse, STOCHASTIC ? Random::top(random, at) : vi{}, rounded, signs[n]);
+        if (SECOND) codes[n] = larger(codes[n], (vi)(v > 0) & 1), signs[n] = vf{};
+    }
+    store_bytes((uint8_t*)out + i, codes, signs);
+}
 template <bool SECOND, bool STOCHASTIC> INLINE void put_fp8(const float* values, void* out, float* scale, const Random& random) {
     vi absmax{};
     for (int i = 0; i < BLOCK_SIZE; i += VL) absmax = larger(absmax, bits(load<vf>(values + i)) & 0x7fffffff);
     const float s = *scale = scale_of(largest_lane(absmax), Grid<E4M3>::max), inverse = 1.0f / s;
-    auto code = [&](int i) INLINE_LAMBDA {
-        const vf v = load<vf>(values + i);
-        vf rounded;
-        const vi c = e4m3_nearest<STOCHASTIC, !SECOND>(v * inverse, STOCHASTIC ? Random::top(random, i) : vi{}, rounded);
-        return SECOND ? larger(c, (vi)(v > 0) & 1) : c;
-    };
-    for (int i = 0; i < BLOCK_SIZE; i += 4 * VL)
-        store_bytes((uint8_t*)out + i, code(i), code(i + VL), code(i + 2 * VL), code(i + 3 * VL));
+    for (int i = 0; i < BLOCK_SIZE; i += 4 * VL) fp8_codes<SECOND, STOCHASTIC>(values, i, inverse, random, out);
 }
 
 // Code of the map's value at or below x, and whether noise takes it to the next one.

@@ -119,17 +119,17 @@ template <Format F, bool STOCHASTIC> INLINE vf round_to_grid(vf y, vi top, vf& t
     }
 }
 
-// `round_to_grid` for E4M3 whose value `r` and code, in the low byte of each lane, come out together. Adding
+// `round_to_grid` for E4M3 whose value `r` and the code of its magnitude come out together; `t` has the sign. Adding
 // 1.5 * 2^(E + 20) leaves the number of grid steps in the lowest bits; a code is that number, plus eight for each binade.
-template <bool STOCHASTIC, bool SIGNED> INLINE vi e4m3_nearest(vf y, vi top, vf& r) {
-    const vi exponent = larger(bits(y) & 0x7f800000, splat(int32_t(121 << 23)));
-    vf t = y;
-    if constexpr (STOCHASTIC) t = y + to_float((top >> 15) | 1) * floats(exponent - (20 << 23));
-    const vi big = exponent + ((20 << 23) + 0x400000);
+template <bool STOCHASTIC> INLINE vi e4m3_nearest(vf y, vi top, vf& r, vf& t) {
+    const vi binade = less_upper(bits(y) & 0x7f800000, 121 << 23);  // above the lowest, as an exponent
+    t = y;
+    // Noise is never zero, so that adding to its exponent scales it.
+    if constexpr (STOCHASTIC) t = y + floats(bits(to_float(middle_of_upper(top))) + (binade - ((6 + 20 + 15) << 23)));
+    const vi big = binade + (((121 + 20) << 23) + 0x400000);
     const vf sum = t + floats(big);
     r = sum - floats(big);
-    const vi code = absolute(bits(sum) - big) + ((exponent >> 20) - (121 << 3));
-    return SIGNED ? code | ((bits(t) >> 24) & 0x80) : code;
+    return absolute(bits(sum) - big) + (binade >> 20);
 }
 
 // Distance between neighbours on the grid at each representable value.

@@ -50,11 +50,33 @@ INLINE vi absolute(vi x) {
     return (x ^ (x >> 31)) - (x >> 31);
 #endif
 }
+// max(x, limit) - limit where the lower halves of all lanes and of the limit are zero and nothing is negative.
+INLINE vi less_upper(vi x, int32_t limit) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_subs_epu16((__m512i)x, _mm512_set1_epi32(limit));
+#elif defined(__AVX2__)
+    return (vi)_mm256_subs_epu16((__m256i)x, _mm256_set1_epi32(limit));
+#elif defined(__SSE2__)
+    return (vi)_mm_subs_epu16((__m128i)x, _mm_set1_epi32(limit));
+#else
+    return larger(x, splat(limit)) - limit;
+#endif
+}
+// The upper halves, with 0x8000 below.
+INLINE vi middle_of_upper(vi x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return (vi)_mm256_blend_epi16((__m256i)x, _mm256_set1_epi32(0x8000), 0x55);
+#else
+    return (x & (int32_t)0xffff0000) | 0x8000;
+#endif
+}
 INLINE vf clamp(vf x, float limit) {
 #if defined(__AVX512F__)
     return (vf)_mm512_max_ps(_mm512_min_ps((__m512)x, _mm512_set1_ps(limit)), _mm512_set1_ps(-limit));
 #elif defined(__AVX2__)
     return (vf)_mm256_max_ps(_mm256_min_ps((__m256)x, _mm256_set1_ps(limit)), _mm256_set1_ps(-limit));
+#elif defined(__SSE2__)
+    return (vf)_mm_max_ps(_mm_min_ps((__m128)x, _mm_set1_ps(limit)), _mm_set1_ps(-limit));
 #else
     x = x > limit ? splat(limit) : x;
     return x < -limit ? splat(-limit) : x;
@@ -65,6 +87,8 @@ INLINE vf root(vf x) {
     return (vf)_mm512_sqrt_ps((__m512)x);
 #elif defined(__AVX2__)
     return (vf)_mm256_sqrt_ps((__m256)x);
+#elif defined(__SSE2__)
+    return (vf)_mm_sqrt_ps((__m128)x);
 #else
     for (int i = 0; i < VL; i++) x[i] = __builtin_sqrtf(x[i]);
     return x;
@@ -82,6 +106,9 @@ INLINE vi widen(vb x) {
     return (vi)_mm512_cvtepu8_epi32((__m128i)x);
 #elif defined(__AVX2__)
     return (vi)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)x));
+#elif defined(__SSE2__)
+    const __m128i zero = _mm_setzero_si128();
+    return (vi)_mm_unpacklo_epi16(_mm_unpacklo_epi8(_mm_cvtsi32_si128((int32_t)x), zero), zero);
 #else
     return __builtin_convertvector(x, vi);
 #endif
@@ -91,6 +118,9 @@ INLINE vi widen(vsb x) {
     return (vi)_mm512_cvtepi8_epi32((__m128i)x);
 #elif defined(__AVX2__)
     return (vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)x));
+#elif defined(__SSE2__)
+    const __m128i zero = _mm_setzero_si128();
+    return (vi)_mm_unpacklo_epi16(zero, _mm_unpacklo_epi8(zero, _mm_cvtsi32_si128((int32_t)x))) >> 24;
 #else
     return __builtin_convertvector(x, vi);
 #endif
@@ -100,6 +130,8 @@ INLINE vi widen(vh x) {
     return (vi)_mm512_cvtepu16_epi32((__m256i)x);
 #elif defined(__AVX2__)
     return (vi)_mm256_cvtepu16_epi32((__m128i)x);
+#elif defined(__SSE2__)
+    return (vi)_mm_unpacklo_epi16(_mm_cvtsi64_si128((int64_t)x), _mm_setzero_si128());
 #else
     return __builtin_convertvector(x, vi);
 #endif
@@ -113,18 +145,29 @@ INLINE vb low_bytes(vi x) {
                                           0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
     __m256i b = _mm256_shuffle_epi8((__m256i)x, pick);
     return (vb)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1)));
+#elif defined(__SSE2__)
+    const __m128i halves = _mm_packs_epi32((__m128i)(x & 0xff), _mm_setzero_si128());
+    return (vb)_mm_cvtsi128_si32(_mm_packus_epi16(halves, halves));
 #else
     return __builtin_convertvector(x, vb);
 #endif
 }
-// The low bytes of four vectors of lanes in 0..255, one after the other.
-INLINE void store_bytes(uint8_t* out, vi a, vi b, vi c, vi d) {
+// Four vectors of codes in 0..127, one after the other as bytes with the signs as highest bits. Packing saturates, which
+// keeps a sign.
+INLINE void store_bytes(uint8_t* out, const vi* codes, const vf* signs) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32((__m256i)a, (__m256i)b), _mm256_packus_epi32((__m256i)c, (__m256i)d));
-    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    memcpy(out, &bytes, sizeof bytes);
+    auto packed = [](const auto* x) INLINE_LAMBDA {
+        return _mm256_packs_epi16(_mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]), _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]));
+    };
+    const __m256i bytes = _mm256_or_si256(packed(codes), _mm256_and_si256(packed(signs), _mm256_set1_epi8((char)0x80)));
+    store(out, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+#elif defined(__SSE2__) && !defined(__AVX512F__)
+    auto packed = [](const auto* x) INLINE_LAMBDA {
+        return _mm_packs_epi16(_mm_packs_epi32((__m128i)x[0], (__m128i)x[1]), _mm_packs_epi32((__m128i)x[2], (__m128i)x[3]));
+    };
+    store(out, _mm_or_si128(packed(codes), _mm_and_si128(packed(signs), _mm_set1_epi8((char)0x80))));
 #else
-    store(out, low_bytes(a)), store(out + VL, low_bytes(b)), store(out + 2 * VL, low_bytes(c)), store(out + 3 * VL, low_bytes(d));
+    for (int i = 0; i < 4; i++) store(out + i * VL, low_bytes(codes[i] | ((bits(signs[i]) >> 24) & 0x80)));
 #endif
 }
 // Unsigned lanes below 2^16.
@@ -133,6 +176,9 @@ INLINE vh low_halves(vu x) {
     return (vh)_mm512_cvtepi32_epi16((__m512i)x);
 #elif defined(__AVX2__)
     return (vh)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+#elif defined(__SSE2__)
+    const __m128i words = (__m128i)((vi)(x << 16) >> 16);
+    return (vh)_mm_cvtsi128_si64(_mm_packs_epi32(words, words));
 #else
     return __builtin_convertvector(x, vh);
 #endif
@@ -152,6 +198,8 @@ INLINE vl times(vl a, uint32_t m) {
     return (vl)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(m));
 #elif defined(__AVX2__)
     return (vl)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(m));
+#elif defined(__SSE2__)
+    return (vl)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x(m));
 #else
     return (a & 0xffffffffu) * (uint64_t)m;
 #endif

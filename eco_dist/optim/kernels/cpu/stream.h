@@ -15,18 +15,17 @@ INLINE bool streams(const Kind& k, const Layout& l) {
     return scales && moments && k.format == E4M3 && k.compensation == MOMENTUM && k.rule != SGD;
 }
 
-// What the update of a block leaves for its finish.
-struct Slot {
-    alignas(64) float updated[BLOCK_SIZE], denominator[BLOCK_SIZE], m[BLOCK_SIZE], root[BLOCK_SIZE];
-    Block at;
+struct Scale {
+    float value, inverse;
+    explicit Scale(float of = 1) : value(of), inverse(1.0f / of) {}
 };
 
-// A scale group under way: a block, or the blocks of a row. The last one of a row may be short and is staged.
-struct Unit {
-    std::vector<Slot> slots;
-    Staged staged;
-    bool is_staged;
-    float scale, inverse;
+// A block under way, and what each part leaves for the next.
+struct Slot {
+    alignas(64) float root[BLOCK_SIZE], denominator[BLOCK_SIZE], m[BLOCK_SIZE], updated[BLOCK_SIZE];
+    Block at;
+    Staged* staged;  // holds a short block
+    Scale weight, first, second;  // new ones, of the codes and of 8-bit moments
 };
 
 template <Moments M> INLINE void put(void* out, int i, vf x) {
@@ -36,113 +35,153 @@ template <Moments M> INLINE void put(void* out, int i, vf x) {
 
 constexpr int AHEAD = 4 * BLOCK_SIZE, LINE = 16;  // elements; a line of 64 bytes holds 16 fp32 numbers
 
+enum Part { START = 1, UPDATE = 2, FINISH = 4, SEAL = 8 };
+
 template <bool STOCHASTIC, Moments M, bool BF16_GRAD, Rule R> struct Stream {
-    const Shard s;
+    static constexpr bool EIGHT_BIT = M == M_FP8;
+    static constexpr int ALL = START | UPDATE | FINISH | (EIGHT_BIT ? SEAL : 0);
+    const Shard shard;
     const Kind k;
     const Layout l;
-    Unit units[2];
+    const int64_t count, depth;  // blocks of a scale group; blocks between a block's start and its last part
+    std::vector<Slot> slots;
+    Staged staged[4];  // as many short blocks as can be under way
+    int64_t at = 0, started = 0, short_blocks = 0;
 
-    Stream(const Shard& shard, const Kind& kind, const Layout& layout) : s(shard), k(kind), l(layout) {
-        for (Unit& unit : units) unit.slots.resize(k.granularity == ROW ? l.blocks : 1);
-    }
+    Stream(const Shard& s, const Kind& kind, const Layout& layout)
+        : shard(s), k(kind), l(layout), count(kind.granularity == ROW ? layout.blocks : 1), depth(count + 1 + EIGHT_BIT), slots(depth + 1) {}
 
     // Steps blocks begin..end, counted over rows; a row with one scale is never cut.
     void run(int64_t begin, int64_t end) {
-        Unit *now = &units[0], *last = &units[1];
-        bool pending = false;
-        const int64_t count = (int64_t)now->slots.size();
-        for (int64_t row = begin / l.blocks, column = begin % l.blocks, i = begin; i < end; i += count) {
-            const bool idle = !place(*now, row, column);
-            if ((column += count) == l.blocks) row++, column = 0;
-            if (idle) continue;
-            int32_t absmax = 0;
-            for (int64_t j = 0; j < count; j++) {
-                const int32_t here = pending ? pass<true, true>(now->slots[j], *last, j) : pass<true, false>(now->slots[j], *last, j);
-                absmax = std::max(absmax, here);
+        const Shard s = shard;  // a copy, which no store below can change
+        int32_t absmax = 0;
+        for (int64_t group = begin; group < end; group += count) {
+            if (k.skip_idle && is_idle_group(group)) continue;
+            for (int64_t i = group; i < group + count; i++) {
+                place(slots[at], i);
+                if (started >= depth) {
+                    absmax = std::max(absmax, pass<ALL>(s, slots[at], back(1), back(1 + count), back(depth)));
+                } else {
+                    only<START>(slots[at]);
+                    if (started) absmax = std::max(absmax, only<UPDATE>(back(1)));
+                    if (started > count) only<FINISH>(back(1 + count));
+                }
+                if (started && i == group) settle(absmax), absmax = 0;
+                started++, at = at == depth ? 0 : at + 1;
             }
-            now->scale = *now->slots[0].at.scale = scale_of(absmax, Grid<E4M3>::max);
-            now->inverse = 1.0f / now->scale;
-            std::swap(now, last);
-            pending = true;
         }
-        if (pending) for (int64_t j = 0; j < count; j++) pass<false, true>(now->slots[j], *last, j);
+        if (!started) return;
+        settle(std::max(absmax, only<UPDATE>(back(1))));
+        for (int64_t i = std::min(started, count + 1); i > 0; i--) only<FINISH>(back(i));
+        if (EIGHT_BIT) for (int64_t i = std::min(started, depth); i > 0; i--) only<SEAL>(back(i));
     }
 
    private:
-    // Whether there is anything to do in the scale group that starts there.
-    bool place(Unit& unit, int64_t row, int64_t column) {
-        bool idle = k.skip_idle;
-        for (Slot& slot : unit.slots) {
-            slot.at = block_at(s, k, l, row, column++);
-            idle = idle && is_idle(slot.at, BF16_GRAD);
-        }
-        if (idle) return false;
-        Block& final = unit.slots.back().at;
-        unit.is_staged = final.length < BLOCK_SIZE;
-        if (unit.is_staged) final = unit.staged.take(final, l);
+    // The block started that long ago.
+    Slot& back(int64_t distance) { return slots[at >= distance ? at - distance : at + depth + 1 - distance]; }
+
+    bool is_idle_group(int64_t group) const {
+        for (int64_t i = group; i < group + count; i++)
+            if (!is_idle(block_at(shard, k, l, i / l.blocks, i % l.blocks), BF16_GRAD)) return false;
         return true;
     }
 
-    // Updates one block and finishes the one in the same place of the scale group before.
-    template <bool UPDATES, bool FINISHES> int32_t pass(Slot& now, Unit& unit, int64_t j) {
-        Slot& last = unit.slots[j];
-        const Block b = now.at, done = last.at;
-        const float scale = UPDATES ? *b.scale : 1, m_scale = UPDATES && M == M_FP8 ? *b.exp_avg_scale : 1,
-                    v_scale = UPDATES && M == M_FP8 ? *b.exp_avg_sq_scale : 1;
+    void place(Slot& slot, int64_t i) {
+        slot.at = block_at(shard, k, l, i / l.blocks, i % l.blocks);
+        slot.staged = nullptr;
+        if (slot.at.length == BLOCK_SIZE) return;
+        slot.staged = &staged[short_blocks++ % 4];
+        slot.at = slot.staged->take(slot.at, l);
+    }
+
+    // Gives the group whose last block was just updated its scale.
+    void settle(int32_t absmax) {
+        const Scale scale(scale_of(absmax, Grid<E4M3>::max));
+        *back(1).at.scale = scale.value;
+        for (int64_t i = 1; i <= count; i++) back(i).weight = scale;
+    }
+
+    template <int PART> __attribute__((noinline)) int32_t only(Slot& slot) { return pass<PART>(shard, slot, slot, slot, slot); }
+
+    // Starts block a, updates b, finishes c and seals d; returns the absmax of the update.
+    template <int PARTS> INLINE_MEMBER int32_t pass(const Shard& s, Slot& first, Slot& second, Slot& third, Slot& fourth) {
+        const Block a = first.at, b = second.at, c = third.at, d = fourth.at;
+        const float v_scale = (PARTS & START) && EIGHT_BIT ? *a.exp_avg_sq_scale : 1, m_scale = (PARTS & UPDATE) && EIGHT_BIT ? *b.exp_avg_scale : 1,
+                    scale = PARTS & UPDATE ? *b.scale : 1;
+        const Scale weight = third.weight, root = third.second, m = fourth.first;
         Random random;
-        if (FINISHES && STOCHASTIC) draw(random, s.seed, s.tensor & 0x0fffffff, s.step, done.number);
-        const float new_scale = unit.scale, inverse = unit.inverse;
-        vi absmax{}, codes[4];
+        if (STOCHASTIC && (PARTS & FINISH)) draw(random, s.seed, s.tensor & 0x0fffffff, s.step, c.number);
+        vi absmax{}, root_absmax{}, m_absmax{}, codes[4];
+        vf signs[4];
         for (int i = 0; i < BLOCK_SIZE; i += 4 * VL) {
+            if (PARTS & START) fetch(a, AHEAD + i);
 #pragma GCC unroll 4
             for (int n = 0; n < 4; n++) {
                 const int at = i + n * VL;
-                if (UPDATES && at % LINE == 0) fetch(b, AHEAD + at);
-                if (UPDATES) absmax = larger(absmax, bits(update(now, b, at, scale, m_scale, v_scale)) & 0x7fffffff);
-                if (FINISHES) codes[n] = finish(last, done, at, new_scale, inverse, random);
+                if (PARTS & START) widen_absmax(root_absmax, start(s, first, a, at, v_scale));
+                if (PARTS & UPDATE) widen_absmax(absmax, update(s, second, b, at, scale, m_scale));
+                if (PARTS & FINISH) widen_absmax(m_absmax, finish(s, third, c, at, weight, random, codes[n], signs[n]));
             }
-            if (FINISHES) store_bytes((uint8_t*)done.codes + i, codes[0], codes[1], codes[2], codes[3]);
+            if (PARTS & FINISH) store_bytes((uint8_t*)c.codes + i, codes, signs);
+            if ((PARTS & FINISH) && EIGHT_BIT) fp8_codes<true, false>(third.root, i, root.inverse, random, c.exp_avg_sq);
+            if (PARTS & SEAL) fp8_codes<false, false>(fourth.m, i, m.inverse, random, d.exp_avg);
         }
-        if (FINISHES && M == M_FP8) {
-            put_moment<false>(s, k, done, last.m);
-            put_moment<true>(s, k, done, last.root);
+        if constexpr (EIGHT_BIT) {
+            if (PARTS & START) first.second = Scale(scale_of(largest_lane(root_absmax), Grid<E4M3>::max));
+            if (PARTS & FINISH) third.first = Scale(scale_of(largest_lane(m_absmax), Grid<E4M3>::max));
+            if (PARTS & SEAL) *d.exp_avg_scale = m.value, *d.exp_avg_sq_scale = fourth.second.value;
+            if ((PARTS & SEAL) && k.stochastic_moments) {
+                put_moment<false>(shard, k, d, fourth.m);
+                put_moment<true>(shard, k, d, fourth.root);
+            }
         }
-        if (FINISHES && done.length < BLOCK_SIZE) unit.staged.put_back();
+        if ((PARTS & (EIGHT_BIT ? SEAL : FINISH)) && fourth.staged) fourth.staged->put_back();
         return largest_lane(absmax);
     }
 
+    static INLINE_MEMBER void widen_absmax(vi& absmax, vf x) { absmax = larger(absmax, bits(x) & 0x7fffffff); }
+
     // A few blocks ahead of the hardware's own prefetching, which loses track of five streams. Reading beyond the end is
     // no access.
-    INLINE_MEMBER void fetch(const Block& b, int at) {
+    static INLINE_MEMBER void fetch(const Block& b, int at) {
         constexpr int moment_bytes = M == M_FP32 ? 4 : M == M_BF16 ? 2 : 1, grad_bytes = BF16_GRAD ? 2 : 4;
-        __builtin_prefetch((const char*)b.grad + at * grad_bytes);
-        __builtin_prefetch((const char*)b.exp_avg + at * moment_bytes, 1);
-        __builtin_prefetch((const char*)b.exp_avg_sq + at * moment_bytes, 1);
+        for (int line = at; line < at + 4 * VL; line += LINE) {
+            __builtin_prefetch((const char*)b.grad + line * grad_bytes);
+            __builtin_prefetch((const char*)b.exp_avg + line * moment_bytes, 1);
+            __builtin_prefetch((const char*)b.exp_avg_sq + line * moment_bytes, 1);
+        }
         __builtin_prefetch((const char*)b.codes + at, 1);
     }
 
-    INLINE_MEMBER vf update(Slot& slot, const Block& b, int i, float scale, float m_scale, float v_scale) {
+    // The second moment and its root, which is returned.
+    static INLINE_MEMBER vf start(const Shard& s, Slot& slot, const Block& b, int i, float v_scale) {
+        vf v = moment_at<M, true>(b.exp_avg_sq, v_scale, nullptr, i);
+        const vf r = second_moment(s, grad_at<BF16_GRAD>(s, b.grad, i), v);
+        store(slot.root + i, r);
+        if constexpr (!EIGHT_BIT) put<M>(b.exp_avg_sq, i, v);
+        return r;
+    }
+
+    // The first moment and the updated weight, which is returned.
+    static INLINE_MEMBER vf update(const Shard& s, Slot& slot, const Block& b, int i, float scale, float m_scale) {
         const vf w = scaled_e4m3((const uint8_t*)b.codes + i, scale);
-        const vf g = BF16_GRAD ? from_bf16(load<vh>((const uint16_t*)b.grad + i)) : load<vf>((const float*)b.grad + i);
-        vf m = moment_at<M, false>(b.exp_avg, m_scale, nullptr, i), v = moment_at<M, true>(b.exp_avg_sq, v_scale, nullptr, i), r, d;
-        const vf t = updated_weight<R>(s, w, g, m, v, r, d);
-        if constexpr (M == M_FP8) store(slot.root + i, r);
-        else put<M>(b.exp_avg_sq, i, v);
+        vf m = moment_at<M, false>(b.exp_avg, m_scale, nullptr, i), d;
+        const vf t = updated_weight<R>(s, w, grad_at<BF16_GRAD>(s, b.grad, i), load<vf>(slot.root + i), m, d);
         if (R == ADAMW) store(slot.denominator + i, d);
         store(slot.m + i, m);
         store(slot.updated + i, t);
         return t;
     }
 
-    // Stores the momentum with the injected error; returns the codes.
-    INLINE_MEMBER vi finish(Slot& slot, const Block& b, int i, float scale, float inverse, const Random& random) {
+    // The codes, and the first moment with the injected error, which is returned.
+    static INLINE_MEMBER vf finish(const Shard& s, Slot& slot, const Block& b, int i, Scale scale, const Random& random, vi& code, vf& sign) {
         const vf t = load<vf>(slot.updated + i);
         vf r;
-        const vi code = e4m3_nearest<STOCHASTIC, true>(t * inverse, STOCHASTIC ? Random::top(random, i) : vi{}, r);
-        const vf m = injected<R>(load<vf>(slot.m + i), t - r * scale, slot.denominator + i, s.gain);
-        if constexpr (M == M_FP8) store(slot.m + i, m);
+        code = e4m3_nearest<STOCHASTIC>(t * scale.inverse, STOCHASTIC ? Random::top(random, i) : vi{}, r, sign);
+        const vf m = injected<R>(load<vf>(slot.m + i), t - r * scale.value, slot.denominator + i, s.gain);
+        if constexpr (EIGHT_BIT) store(slot.m + i, m);
         else put<M>(b.exp_avg, i, m);
-        return code;
+        return m;
     }
 };
 
