@@ -79,7 +79,8 @@ template <bool BF16> INLINE vf grad_at(const Shard& s, const void* grad, int i) 
     return (BF16 ? from_bf16(load<vh>((const uint16_t*)grad + i)) : load<vf>((const float*)grad + i)) * s.grad_scale;
 }
 
-// The rule, see eco_dist/optim/rules.py; the only copy of it on this side. AdamW's second moment, in place; returns its root.
+// The rule, see eco_dist/optim/rules.py; the only copy of it on this side. AdamW's second moment in place; returns its
+// root.
 INLINE vf second_moment(const Shard& s, vf g, vf& v) {
     v = v * s.beta2 + (g * g) * s.factor2;
     return root(v);

@@ -95,9 +95,15 @@ INLINE vf root(vf x) {
 #endif
 }
 INLINE int32_t largest_lane(vi x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
+#else
     int32_t m = x[0];
     for (int i = 1; i < VL; i++) m = x[i] > m ? x[i] : m;
     return m;
+#endif
 }
 
 // Bytes and halves <-> 32-bit lanes. Compilers take __builtin_convertvector apart lane by lane here.

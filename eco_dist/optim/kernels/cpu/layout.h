@@ -1,5 +1,6 @@
-// Where the blocks of a shard lie in memory.
+// Where the blocks of a shard lie in memory, and how they are shared out.
 #pragma once
+#include <vector>
 #include "block.h"
 
 struct Layout {
@@ -42,6 +43,27 @@ inline Block block_at(const Shard& s, const Kind& k, const Layout& l, int64_t ro
     b.length = (int)std::min<int64_t>(BLOCK_SIZE, s.columns - column);
     b.number = (s.first_row + row) * l.blocks + block;
     return b;
+}
+
+struct Chunk {
+    const Shard* shard;
+    int64_t begin, end;  // blocks, counted over rows
+};
+
+// Work in pieces of 16,384 to 131,072 elements, as large as leaves four for every thread, because a piece fills and drains
+// the parts of a step. A scale group of a row is never cut.
+inline std::vector<Chunk> chunks_of(const Shard* shards, int count, bool whole_rows, const Kind& k, int threads) {
+    int64_t all = 0;
+    for (int i = 0; i < count; i++) all += shards[i].rows * layout_of(shards[i], k).blocks;
+    const int64_t target = std::clamp<int64_t>(all / (4 * threads), 128, 1024);
+    std::vector<Chunk> chunks;
+    for (int i = 0; i < count; i++) {
+        const int64_t blocks = layout_of(shards[i], k).blocks, total = shards[i].rows * blocks;
+        const int64_t unit = whole_rows ? blocks : 1, length = std::max<int64_t>(1, target / unit) * unit;
+        for (int64_t begin = 0; begin < total; begin += length)
+            chunks.push_back({shards + i, begin, std::min(begin + length, total)});
+    }
+    return chunks;
 }
 
 // A short block, copied to full length and back. What pads it is zero, which a step with E4M3 codes leaves at zero.

@@ -117,23 +117,6 @@ struct Step {
 
 // --- many shards ----------------------------------------------------------------------------------------------------
 
-struct Chunk {
-    const Shard* shard;
-    int64_t begin, end;  // blocks, counted over rows
-};
-
-// Work in pieces of about 16,384 elements that never cut a scale group of a row.
-std::vector<Chunk> chunks_of(const Shard* shards, int count, bool whole_rows, const Kind& k) {
-    std::vector<Chunk> chunks;
-    for (int i = 0; i < count; i++) {
-        const int64_t blocks = layout_of(shards[i], k).blocks, total = shards[i].rows * blocks;
-        const int64_t unit = whole_rows ? blocks : 1, length = std::max<int64_t>(1, 128 / unit) * unit;
-        for (int64_t begin = 0; begin < total; begin += length)
-            chunks.push_back({shards + i, begin, std::min(begin + length, total)});
-    }
-    return chunks;
-}
-
 template <class Action> auto with_block(const Shard& s, const Kind& k, const Layout& l, int64_t index, bool writes, Action action) {
     Block b = block_at(s, k, l, index / l.blocks, index % l.blocks);
     if (b.length == BLOCK_SIZE) return action(b);
@@ -189,7 +172,7 @@ const char* eco_isa() { return ECO_ISA; }
 // Steps all shards, which are of one kind. For granularity `tensor` their absmax must hold the agreed value.
 void eco_step(const Shard* shards, int count, const Kind* kind, Stats* stats, int threads) {
     const Step step(*kind, stats);
-    const std::vector<Chunk> chunks = chunks_of(shards, count, kind->granularity == ROW, *kind);
+    const std::vector<Chunk> chunks = chunks_of(shards, count, kind->granularity == ROW, *kind, threads);
     double squared_error = 0, squared_weight = 0;
     int64_t moved = 0, elements = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : squared_error, squared_weight, moved, elements)
@@ -215,7 +198,7 @@ void eco_step(const Shard* shards, int count, const Kind* kind, Stats* stats, in
 // Largest magnitude of each shard's updated weight, for granularity `tensor`; changes nothing else.
 void eco_absmax(const Shard* shards, int count, const Kind* kind, int threads) {
     const Step step(*kind);
-    const std::vector<Chunk> chunks = chunks_of(shards, count, false, *kind);
+    const std::vector<Chunk> chunks = chunks_of(shards, count, false, *kind, threads);
     std::vector<int32_t> found(chunks.size());
 #pragma omp parallel num_threads(threads)
     {

@@ -1,13 +1,15 @@
 // The common case without a detour: E4M3 codes with block or row scales and injected error.
 //
-// Updating a block waits for the divider, finishing one (rounding, injection) does not. So a scale group is finished in
-// the same loop that updates the next one, and the two overlap in the processor. A row is updated once, into scratch.
+// A block's step is a chain: square root, division, absmax, scale, codes, injection. Followed in one go, the processor runs
+// out of room to look ahead and waits for the divider. So the chain is cut into parts, and one loop does a different part
+// of several blocks at once: it starts one, updates the one before, finishes one whose scale is known, and, with 8-bit
+// moments, seals one whose first moment's scale is known.
 #pragma once
-#include <utility>
+#include <memory>
 #include <vector>
 #include "layout.h"
 
-constexpr int64_t LONGEST_ROW = 256;  // blocks; two rows in scratch must fit into the second-level cache
+constexpr int64_t LONGEST_ROW = 256;  // blocks; a row in scratch must fit into the second-level cache
 
 INLINE bool streams(const Kind& k, const Layout& l) {
     const bool scales = k.granularity == BLOCK || (k.granularity == ROW && l.blocks <= LONGEST_ROW);
@@ -35,6 +37,8 @@ template <Moments M> INLINE void put(void* out, int i, vf x) {
 
 constexpr int AHEAD = 4 * BLOCK_SIZE, LINE = 16;  // elements; a line of 64 bytes holds 16 fp32 numbers
 
+// START: second moment and its root. UPDATE: first moment and updated weight. FINISH: codes and injection, and the codes of
+// an 8-bit second moment. SEAL: those of an 8-bit first moment.
 enum Part { START = 1, UPDATE = 2, FINISH = 4, SEAL = 8 };
 
 template <bool STOCHASTIC, Moments M, bool BF16_GRAD, Rule R> struct Stream {
@@ -44,12 +48,13 @@ template <bool STOCHASTIC, Moments M, bool BF16_GRAD, Rule R> struct Stream {
     const Kind k;
     const Layout l;
     const int64_t count, depth;  // blocks of a scale group; blocks between a block's start and its last part
-    std::vector<Slot> slots;
-    Staged staged[4];  // as many short blocks as can be under way
+    const std::unique_ptr<Slot[]> slots;
+    std::vector<Staged> staged;  // for as many short blocks as can be under way
     int64_t at = 0, started = 0, short_blocks = 0;
 
     Stream(const Shard& s, const Kind& kind, const Layout& layout)
-        : shard(s), k(kind), l(layout), count(kind.granularity == ROW ? layout.blocks : 1), depth(count + 1 + EIGHT_BIT), slots(depth + 1) {}
+        : shard(s), k(kind), l(layout), count(kind.granularity == ROW ? layout.blocks : 1), depth(count + 1 + EIGHT_BIT),
+          slots(new Slot[depth + 1]), staged(s.columns % BLOCK_SIZE ? 4 : 0) {}
 
     // Steps blocks begin..end, counted over rows; a row with one scale is never cut.
     void run(int64_t begin, int64_t end) {
@@ -106,8 +111,8 @@ template <bool STOCHASTIC, Moments M, bool BF16_GRAD, Rule R> struct Stream {
     // Starts block a, updates b, finishes c and seals d; returns the absmax of the update.
     template <int PARTS> INLINE_MEMBER int32_t pass(const Shard& s, Slot& first, Slot& second, Slot& third, Slot& fourth) {
         const Block a = first.at, b = second.at, c = third.at, d = fourth.at;
-        const float v_scale = (PARTS & START) && EIGHT_BIT ? *a.exp_avg_sq_scale : 1, m_scale = (PARTS & UPDATE) && EIGHT_BIT ? *b.exp_avg_scale : 1,
-                    scale = PARTS & UPDATE ? *b.scale : 1;
+        const float v_scale = (PARTS & START) && EIGHT_BIT ? *a.exp_avg_sq_scale : 1;
+        const float m_scale = (PARTS & UPDATE) && EIGHT_BIT ? *b.exp_avg_scale : 1, scale = PARTS & UPDATE ? *b.scale : 1;
         const Scale weight = third.weight, root = third.second, m = fourth.first;
         Random random;
         if (STOCHASTIC && (PARTS & FINISH)) draw(random, s.seed, s.tensor & 0x0fffffff, s.step, c.number);
@@ -130,7 +135,7 @@ template <bool STOCHASTIC, Moments M, bool BF16_GRAD, Rule R> struct Stream {
             if (PARTS & START) first.second = Scale(scale_of(largest_lane(root_absmax), Grid<E4M3>::max));
             if (PARTS & FINISH) third.first = Scale(scale_of(largest_lane(m_absmax), Grid<E4M3>::max));
             if (PARTS & SEAL) *d.exp_avg_scale = m.value, *d.exp_avg_sq_scale = fourth.second.value;
-            if ((PARTS & SEAL) && k.stochastic_moments) {
+            if ((PARTS & SEAL) && k.stochastic_moments) {  // rare: replaces what was rounded to nearest
                 put_moment<false>(shard, k, d, fourth.m);
                 put_moment<true>(shard, k, d, fourth.root);
             }
