@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,6 +53,9 @@ def save(
     return work.finish(None)
 
 
+_LOWEST_PRIORITY = 19
+
+
 class AsyncSaver:
     """Saves in the background: `save` takes a snapshot and returns, training goes on while it is written.
 
@@ -93,6 +98,10 @@ class AsyncSaver:
         return self._folder
 
     def _finish(self, work: _Work) -> None:
+        # Where every processor trains, hashing and writing take what training leaves. Linux knows the priority of a
+        # thread; elsewhere it would be that of the whole process.
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         try:
             self._folder = work.finish(self._group)
         except Exception as error:
