@@ -13,12 +13,12 @@ from eco_dist import plan
 from eco_dist.fsdp1 import measure
 from eco_dist.memory.activations import Batch
 from eco_dist.memory.report import RankMemory
-from eco_dist.memory.track import StepTracker
-from eco_dist.models import Llama, llama_config, next_token_loss
+from eco_dist.models import Llama, llama_config
 from eco_dist.models.llama import Block as LlamaBlock
 from eco_dist.training.memory_report import transformer_shape
 from tests.distributed.fsdp1_models import BF16, converted
 from tests.distributed.models import Block, batch, build, loss_of
+from tests.distributed.peaks import tracked_step
 from tests.distributed.ranks import run_ranks
 
 
@@ -107,17 +107,8 @@ def peak_ratio(preset: str, sequences: int, length: int, mixed: bool) -> float:
     planned = plan(whole, "fp8", engine="fsdp1", world_size=world, transformer=shape, batch=sizes, backend="gloo")
     model, optimizer = converted(whole, "fp8", {LlamaBlock}, mixed_precision=BF16 if mixed else None)
 
-    def step() -> None:
-        tokens = torch.randint(0, config.vocabulary, (sequences, length + 1))
-        next_token_loss(model(tokens[:, :-1]), tokens[:, 1:].contiguous()).backward()
-        optimizer.step()
-
-    step()
-    optimizer.zero_grad()
-    tracker = StepTracker(model, optimizer)
-    with tracker:
-        step()
-    found = measure(model, optimizer, timeline=tracker.timeline).ranks[0].peak_bytes
+    timeline = tracked_step(model, optimizer, vocabulary=config.vocabulary, sequences=sequences, length=length)
+    found = measure(model, optimizer, timeline=timeline).ranks[0].peak_bytes
     expected = planned.ranks[0].peak_bytes
     assert found is not None
     assert expected is not None

@@ -9,11 +9,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from eco_dist import measure, plan
 from eco_dist.memory.activations import Batch
-from eco_dist.memory.track import StepTracker
-from eco_dist.models import Llama, llama_config, next_token_loss
+from eco_dist.models import Llama, llama_config
 from eco_dist.models.llama import Block as LlamaBlock
 from eco_dist.training.memory_report import transformer_shape
 from tests.distributed.models import Block, batch, build, loss_of
+from tests.distributed.peaks import tracked_step
 from tests.distributed.ranks import run_ranks
 
 
@@ -74,17 +74,8 @@ def peak_ratio(preset: str, sequences: int, length: int, mixed: bool) -> float:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
-    def step() -> None:
-        tokens = torch.randint(0, config.vocabulary, (sequences, length + 1))
-        next_token_loss(model(tokens[:, :-1]), tokens[:, 1:].contiguous()).backward()
-        optimizer.step()
-
-    step()
-    optimizer.zero_grad()
-    tracker = StepTracker(model, optimizer)
-    with tracker:
-        step()
-    found = measure(model, optimizer, check=False, timeline=tracker.timeline).ranks[0].peak_bytes
+    timeline = tracked_step(model, optimizer, vocabulary=config.vocabulary, sequences=sequences, length=length)
+    found = measure(model, optimizer, check=False, timeline=timeline).ranks[0].peak_bytes
     expected = planned.ranks[0].peak_bytes
     assert found is not None
     assert expected is not None

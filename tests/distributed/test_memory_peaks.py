@@ -15,11 +15,11 @@ from eco_dist.memory.activations import Batch
 from eco_dist.memory.baselines import resolve
 from eco_dist.memory.plan import mesh_for, plan_shape
 from eco_dist.memory.tensors import module_shape
-from eco_dist.memory.track import StepTracker
-from eco_dist.models import build_transformer, logits_of, model_config, next_token_loss
+from eco_dist.models import build_transformer, model_config
 from eco_dist.models.llama import Block
 from eco_dist.training.memory_report import transformer_shape
 from eco_dist.weights import DEFAULT_SKIP
+from tests.distributed.peaks import tracked_step
 from tests.distributed.ranks import run_ranks
 
 VOCABULARY = 512
@@ -45,17 +45,8 @@ def peak_ratio(preset: str, recipe: str, batch: Batch, ep: int = 1, shards: int 
     optimizer = ECOAdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(dist.get_rank())
 
-    def step() -> None:
-        tokens = torch.randint(0, VOCABULARY, (batch.sequences, batch.length + 1))
-        next_token_loss(logits_of(model(tokens[:, :-1])), tokens[:, 1:].contiguous()).backward()
-        optimizer.step()
-
-    step()
-    optimizer.zero_grad()
-    tracker = StepTracker(model, optimizer)
-    with tracker:
-        step()
-    measured = measure(model, optimizer, check=False, timeline=tracker.timeline)
+    timeline = tracked_step(model, optimizer, vocabulary=VOCABULARY, sequences=batch.sequences, length=batch.length)
+    measured = measure(model, optimizer, check=False, timeline=timeline)
     assert measured.static_bytes(0) == planned.static_bytes(0)
     found, expected = measured.ranks[0].peak_bytes, planned.ranks[0].peak_bytes
     assert found is not None

@@ -14,11 +14,11 @@ from eco_dist.memory.activations import Batch
 from eco_dist.memory.baselines import resolve
 from eco_dist.memory.plan import mesh_for, plan_shape
 from eco_dist.memory.tensors import module_shape
-from eco_dist.memory.track import StepTracker
-from eco_dist.models import Llama, llama_config, next_token_loss
+from eco_dist.models import Llama, llama_config
 from eco_dist.training.memory_report import transformer_shape
 from eco_dist.weights import DEFAULT_SKIP
 from tests.distributed.models import build, train
+from tests.distributed.peaks import tracked_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_moe_parallel import Net as MoENet
 from tests.distributed.test_moe_parallel import loss_of as moe_loss
@@ -105,19 +105,8 @@ def peaks(recipe: str, preset: str, sequences: int, length: int, compute: str) -
     shard_model(model, recipe, compute_dtype=torch.bfloat16 if compute == "bf16" else torch.float32)
     optimizer = ECOAdamW(model.parameters(), lr=1e-3)
 
-    def step() -> None:
-        tokens = torch.randint(0, VOCABULARY, (sequences, length + 1))
-        loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:].contiguous())
-        loss.backward()
-        del loss
-        optimizer.step()
-
-    step()
-    optimizer.zero_grad()
-    tracker = StepTracker(model, optimizer)
-    with tracker:
-        step()
-    measured = measure(model, optimizer, check=False, timeline=tracker.timeline)
+    timeline = tracked_step(model, optimizer, vocabulary=VOCABULARY, sequences=sequences, length=length)
+    measured = measure(model, optimizer, check=False, timeline=timeline)
     worst, expected = measured.ranks[0], planned.ranks[0]
     assert worst.peak_bytes is not None
     assert expected.peak_bytes is not None

@@ -55,7 +55,7 @@ class FSDP1Step(Step):
             temporaries=max(self._work(number) + unit.largest_gradient, unit.decoding),
         )
         last = during(gradients=2 * unit.gradient, activations=0, temporaries=0)
-        return max(first, last, key=lambda moment: sum(moment.bytes.values()))
+        return max(first, last, key=lambda moment: moment.total)
 
     def _reduce(self, number: int) -> Moment:
         unit = self.units[number]

@@ -119,7 +119,7 @@ class Step:
         gather = during(wire=unit.wire, activations=0 if is_recomputed else own, temporaries=unit.decoding)
         first = during(wire=ahead, activations=own, temporaries=self._work(number) + unit.largest_gradient)
         last = during(wire=ahead, activations=0, more_gradients=unit.gradient)
-        return max(gather, first, last, key=lambda moment: sum(moment.bytes.values()))
+        return max(gather, first, last, key=lambda moment: moment.total)
 
     def _reduce(self, number: int) -> Moment:
         unit = self.units[number]

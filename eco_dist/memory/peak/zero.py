@@ -163,7 +163,7 @@ class ZeroStep:
             own = self._stepped * self._all.partition
             if self._stage > 0:
                 return moment("optimizer step", gradients=own, temporaries=2 * own)
-            copies = 3 * self._stepped * max(unit.largest for unit in (self._root, *self._blocks))
+            copies = 3 * self._stepped * self._all.largest
             return moment("optimizer step", gradients=2 * self._all.partition + own, temporaries=copies)
         unsharded = 2 * self._all.codes if self._is_transient else 0
         gradients = 2 * self._all.partition + 4 * self._all.plain
