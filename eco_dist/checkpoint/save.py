@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,17 @@ class AsyncSaver:
     The snapshot needs the static memory of this rank once more, on the CPU.
     """
 
-    def __init__(self, root: Path | str, *, keep: int | None = None) -> None:
-        """Collective: opens a process group of its own, which the background thread uses."""
+    def __init__(self, root: Path | str, *, keep: int | None = None, timeout: timedelta | None = None) -> None:
+        """Collective: opens a process group of its own, which the background thread uses.
+
+        Args:
+            root: as for `save`.
+            keep: as for `save`.
+            timeout: how long a rank waits until the slowest one has written; None is torch's, half an hour.
+        """
         self._root, self._keep = Path(root), keep
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+        shared = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if shared else None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._folder: Path | None = None

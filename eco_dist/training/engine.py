@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +119,10 @@ class RunEngine(abc.ABC):
     def _set_skipped_steps(self, count: int) -> None:
         """Count on from here."""
 
-    def save(self, root: Path, *, step: int, extra: dict[str, Any], keep: int) -> None:
+    def save(self, root: Path, *, step: int, extra: dict[str, Any], keep: int, timeout: timedelta) -> None:
         """Save below `root` in the background, and keep the newest `keep` checkpoints."""
         if self._saver is None:
-            self._saver = AsyncSaver(root, keep=keep)
+            self._saver = AsyncSaver(root, keep=keep, timeout=timeout)
         self._saver.save(*self._held, step=step, extra={**extra, "skipped_steps": self.skipped_steps})
 
     def finish_saving(self) -> None:

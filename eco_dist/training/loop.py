@@ -78,8 +78,10 @@ def _train(config: TrainConfig, recipe: Recipe, ranks: Ranks, memory_report: Pat
     limit_waiting(config.engine)
     with Display(recipe.name, config.run.steps, shown=ranks.is_first) as display:
         trainer = Trainer(config, recipe, text, built, ranks, display, memory_report)
-        trainer.run()
-    return trainer.finish()
+        with trainer.checkpoints.kept_on_failure():
+            trainer.run()
+    with trainer.checkpoints.kept_on_failure():
+        return trainer.finish()
 
 
 class Trainer:
@@ -114,7 +116,7 @@ class Trainer:
             ranks=ranks,
             compute=self.engine.compute_context,
         )
-        self.checkpoints = RunCheckpoints(config.run, self.engine, self.scheduler, self.sampler)
+        self.checkpoints = RunCheckpoints(config, self.engine, self.scheduler, self.sampler)
         self.done = self.checkpoints.resume()
         self.window = LogWindow(ranks)
         self.routing = RunRouting(config.model, ranks)

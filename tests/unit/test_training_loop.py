@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eco_dist.checkpoint.write import write_rank
 from eco_dist.training import Summary, load_config, read_summary, train
 from eco_dist.training.evaluate import chosen_windows
 from eco_dist.training.metrics import StepMetrics, read_metrics
@@ -131,12 +134,14 @@ def test_validation_windows_are_distinct_and_spread(windows: int, wanted: int, c
 def test_a_run_that_broke_off_goes_on_to_the_same_end(
     finished: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full before step 15; a second start with `run.resume` takes the checkpoint of step 12 up."""
+    """The disk is full before step 15, while step 12 is still being written; a second start takes that up."""
     options = ("run.eval_every=10", "run.save_every=6", "run.resume=true")
     monkeypatch.setenv("ECO_DIST_FAULT", "train:step-15:raise")
+    module = sys.modules["eco_dist.checkpoint.save"]  # the package has a function of that name
+    monkeypatch.setattr(module, "write_rank", lambda *args: (time.sleep(1), write_rank(*args))[1])
     with pytest.raises(OSError, match="no space left"):
         run(tmp_path, text, *options)
-    monkeypatch.delenv("ECO_DIST_FAULT")
+    monkeypatch.undo()
     summary = run(tmp_path, text, *options)
     assert summary.val_loss == read_summary(finished).val_loss
     expected, got = (load_file(folder / "weights.safetensors") for folder in (finished, tmp_path))
