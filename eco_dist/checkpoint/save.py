@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +62,10 @@ class AsyncSaver:
     The snapshot needs the static memory of this rank once more, on the CPU.
     """
 
-    def __init__(self, root: Path | str, *, keep: int | None = None, timeout: timedelta | None = None) -> None:
-        """Collective: opens a process group of its own, which the background thread uses.
-
-        Args:
-            root: as for `save`.
-            keep: as for `save`.
-            timeout: how long a rank waits until the slowest one has written; None is torch's, half an hour.
-        """
+    def __init__(self, root: Path | str, *, keep: int | None = None) -> None:
+        """Collective: opens a process group of its own, which the background thread uses."""
         self._root, self._keep = Path(root), keep
-        shared = dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if shared else None
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._folder: Path | None = None
@@ -91,14 +83,17 @@ class AsyncSaver:
         self._thread = threading.Thread(target=self._finish, args=(work,), name="checkpoint")
         self._thread.start()
 
-    def wait(self) -> Path | None:
+    def wait(self, timeout_s: float | None = None) -> Path | None:
         """Wait for the save under way; the folder of the last one, None if there was none.
 
         Raises:
             CheckpointError: it has failed.
+            TimeoutError: it takes longer than `timeout_s`; it goes on.
         """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"expected the save under way to end within {timeout_s:g} s; wait longer")
             self._thread = None
         if self._failure is not None:
             failure, self._failure = self._failure, None

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +118,16 @@ class RunEngine(abc.ABC):
     def _set_skipped_steps(self, count: int) -> None:
         """Count on from here."""
 
-    def save(self, root: Path, *, step: int, extra: dict[str, Any], keep: int, timeout: timedelta) -> None:
+    def save(self, root: Path, *, step: int, extra: dict[str, Any], keep: int) -> None:
         """Save below `root` in the background, and keep the newest `keep` checkpoints."""
         if self._saver is None:
-            self._saver = AsyncSaver(root, keep=keep, timeout=timeout)
+            self._saver = AsyncSaver(root, keep=keep)
         self._saver.save(*self._held, step=step, extra={**extra, "skipped_steps": self.skipped_steps})
 
-    def finish_saving(self) -> None:
-        """Wait for the last save."""
+    def finish_saving(self, within_s: float | None = None) -> None:
+        """Wait for the last save; TimeoutError if that takes longer."""
         if self._saver is not None:
-            self._saver.wait()
+            self._saver.wait(within_s)
 
     def resume(self, root: Path) -> Saved | None:
         """Load the newest checkpoint below `root`, of any engine and number of ranks; None if there is none.

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from torch import Tensor
@@ -64,24 +64,23 @@ def train(config: TrainConfig, *, memory_report: Path | None = None) -> Summary:
     """
     recipe = build_recipe(config.recipe)
     model_config(config.model.preset, vocabulary=1)  # an unknown preset fails here, before anything is written
-    with open_ranks(config.engine) as ranks:
+    with open_ranks(config.engine) as ranks, ExitStack() as at_end:
         split_batch(config, ranks.world_size)  # one that does not split fails here too
         everyone = check_nodes(ranks, facts_of(config))
         with naming_lost_ranks(ranks, everyone, config.engine.timeout_s):
-            return _train(config, recipe, ranks, memory_report)
+            return _train(config, recipe, ranks, memory_report, at_end)
 
 
-def _train(config: TrainConfig, recipe: Recipe, ranks: Ranks, memory_report: Path | None) -> Summary:
+def _train(config: TrainConfig, recipe: Recipe, ranks: Ranks, memory_report: Path | None, at_end: ExitStack) -> Summary:
     ranks.on_first(lambda: open_run_directory(config))
     text = open_text(config, ranks)
     built = build_model(config, recipe, text.vocabulary, ranks)
     limit_waiting(config.engine)
     with Display(recipe.name, config.run.steps, shown=ranks.is_first) as display:
         trainer = Trainer(config, recipe, text, built, ranks, display, memory_report)
-        with trainer.checkpoints.kept_on_failure():
-            trainer.run()
-    with trainer.checkpoints.kept_on_failure():
-        return trainer.finish()
+        at_end.push(trainer.checkpoints.leave)
+        trainer.run()
+    return trainer.finish()
 
 
 class Trainer:

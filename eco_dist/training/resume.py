@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
 from eco_dist.training.config import TrainConfig
 from eco_dist.training.engine import RunEngine
+from eco_dist.training.heartbeat import LostRanksError
 from eco_dist.training.sampler import WindowSampler
 
 __all__ = ["CHECKPOINTS", "RunCheckpoints"]
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints, below its directory."""
+LOST_S = 1.0
+"""In which the thread that saves notices that a rank has died."""
 
 
 class RunCheckpoints:
     """Saves a run as its configuration says, and resumes it.
 
     Args:
-        config: when to save, how many to keep, whether to resume, how long a rank waits for the others.
+        config: when to save, how many to keep, whether to resume, how long to wait for others.
         engine, scheduler, sampler: what goes on from a checkpoint.
     """
 
     def __init__(self, config: TrainConfig, engine: RunEngine, scheduler: LambdaLR, sampler: WindowSampler) -> None:
         """Remember what to save."""
         self._config, self._engine = config.run, engine
-        self._timeout = timedelta(seconds=config.engine.timeout_s)
+        self._timeout_s = float(config.engine.timeout_s)
         self._scheduler, self._sampler = scheduler, sampler
         self._root = Path(config.run.directory) / CHECKPOINTS
 
@@ -57,24 +59,20 @@ class RunCheckpoints:
         """Save if it is due after this step; collective."""
         every = self._config.save_every
         if every is not None and (step % every == 0 or step == self._config.steps):
-            self._engine.save(self._root, step=step, extra=self._extra(), keep=self._config.keep, timeout=self._timeout)
+            self._engine.save(self._root, step=step, extra=self._extra(), keep=self._config.keep)
 
     def finish(self) -> None:
         """Wait for the last save; collective."""
         self._engine.finish_saving()
 
-    @contextmanager
-    def kept_on_failure(self) -> Iterator[None]:
-        """A run that fails inside does so once the save under way is done: the next start resumes from it.
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """At the end of a run that fails: finish the save under way, from which the next start resumes.
 
-        The thread that saves must not outlive the process group, and may fail with the run.
+        Its thread must not outlive the process group either. Without the lost ranks it cannot be finished.
         """
-        try:
-            yield
-        except BaseException:
-            with suppress(Exception):
-                self._engine.finish_saving()
-            raise
+        if error is not None:
+            with suppress(Exception):  # it may fail with the run
+                self._engine.finish_saving(LOST_S if isinstance(error, LostRanksError) else self._timeout_s)
 
     def _extra(self) -> dict[str, Any]:
         schedule = {key: value for key, value in self._scheduler.state_dict().items() if key != "lr_lambdas"}

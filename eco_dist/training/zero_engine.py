@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,10 +121,10 @@ class ZeroEngine(RunEngine):
     def _set_skipped_steps(self, count: int) -> None:
         self._engine.skipped_steps = count
 
-    def save(self, root: Path, *, step: int, extra: dict[str, Any], keep: int, timeout: timedelta) -> None:
+    def save(self, root: Path, *, step: int, extra: dict[str, Any], keep: int) -> None:
         """As `RunEngine.save`; masters go into DeepSpeed's own checkpoint, written before this returns."""
         if self._stepper is not None:
-            super().save(root, step=step, extra=extra, keep=keep, timeout=timeout)
+            super().save(root, step=step, extra=extra, keep=keep)
             return
         self._engine.save_checkpoint(str(root), tag=_tag(step), client_state={"run": {**extra, "step": step}})
         if self._ranks.is_first:
