@@ -163,22 +163,27 @@ template <Format F, bool STOCHASTIC> static void encode(const Block& b, float sc
             ((uint8_t*)b.codes)[i / 2] = (uint8_t)((nibbles[i] & 0xF) | (nibbles[i + 1] << 4));
 }
 
-// One count of an 8-bit residual, in weight units, of the codes now in the block.
+// One count of an 8-bit residual, in weight units, beside a representable value; all of those in the block; counts.
+template <Format F> INLINE vf residual_unit(vf value, float scale) {
+    const vf step = grid_step<F>(value);
+    return (is_scaled(F) ? step * scale : step) * (1.0f / RESIDUAL_STEPS);
+}
 template <Format F> INLINE void residual_units(const Block& b, float scale, float* units) {
     read_codes<F>(b.codes, units);
-    for (int i = 0; i < BLOCK_SIZE; i += VL) {
-        vf step = grid_step<F>(load<vf>(units + i));
-        store(units + i, (is_scaled(F) ? step * scale : step) * (1.0f / RESIDUAL_STEPS));
-    }
+    for (int i = 0; i < BLOCK_SIZE; i += VL) store(units + i, residual_unit<F>(load<vf>(units + i), scale));
+}
+INLINE vf residual_at(const void* counts, int i) { return to_float(widen(load<vsb>((const int8_t*)counts + i))); }
+INLINE void put_residual(void* counts, int i, vf error, vf unit, vi top) {
+    const vf noise = to_float((top >> 15) | 1) * NOISE_UNIT;
+    const vf r = (clamp(error / unit + noise, 1024) + 0x1.8p23f) - 0x1.8p23f;
+    store((int8_t*)counts + i, low_bytes(to_int(clamp(r, RESIDUAL_STEPS))));
 }
 
 template <Format F> static void load_residual(const Kind& kind, const Block& b, float scale, Scratch& x) {
     alignas(64) float units[BLOCK_SIZE];
     if (!kind.residual_is_fp32) residual_units<F>(b, scale, units);
     for (int i = 0; i < BLOCK_SIZE; i += VL) {
-        vf e = kind.residual_is_fp32
-                   ? load<vf>((const float*)b.extra + i)
-                   : to_float(widen(load<vsb>((const int8_t*)b.extra + i))) * load<vf>(units + i);
+        vf e = kind.residual_is_fp32 ? load<vf>((const float*)b.extra + i) : residual_at(b.extra, i) * load<vf>(units + i);
         store(x.weight + i, load<vf>(x.weight + i) + e);
     }
 }
@@ -191,12 +196,8 @@ template <Format F> static void store_residual(const Kind& kind, const Shard& s,
     alignas(64) float units[BLOCK_SIZE];
     residual_units<F>(b, scale, units);
     draw(x.random, s.seed, RESIDUE | s.tensor, s.step, b.number);
-    for (int i = 0; i < BLOCK_SIZE; i += VL) {
-        vf noise = to_float((Random::top(x.random, i) >> 15) | 1) * NOISE_UNIT;
-        vf r = load<vf>(x.error + i) / load<vf>(units + i) + noise;
-        r = (clamp(r, 1024) + 0x1.8p23f) - 0x1.8p23f;
-        store((int8_t*)b.extra + i, low_bytes(to_int(clamp(r, RESIDUAL_STEPS))));
-    }
+    for (int i = 0; i < BLOCK_SIZE; i += VL)
+        put_residual(b.extra, i, load<vf>(x.error + i), load<vf>(units + i), Random::top(x.random, i));
 }
 
 // Codes of an eight-bit float moment, 4 * VL of them; a positive second moment, given as its root, never becomes zero.

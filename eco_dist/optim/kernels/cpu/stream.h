@@ -1,4 +1,5 @@
-// The common case without a detour: E4M3 codes with block or row scales and injected error.
+// The common case without a detour: E4M3 codes with block or row scales, and error that goes into the momentum, or to
+// nearest codes and into a byte beside each.
 //
 // A block's step is a chain: square root, division, absmax, scale, codes, injection. Followed in one go, the processor runs
 // out of room to look ahead and waits for the divider. So the chain is cut into parts, and one loop does a different part
@@ -14,7 +15,8 @@ constexpr int64_t LONGEST_ROW = 256;  // blocks; a row in scratch must fit into 
 INLINE bool streams(const Kind& k, const Layout& l) {
     const bool scales = k.granularity == BLOCK || (k.granularity == ROW && l.blocks <= LONGEST_ROW);
     const bool moments = k.moments == M_FP32 || k.moments == M_FP8 || (k.moments == M_BF16 && !k.stochastic_moments);
-    return scales && moments && k.format == E4M3 && k.compensation == MOMENTUM && k.rule != SGD;
+    const bool keeps = k.compensation == MOMENTUM || (k.compensation == RESIDUAL && !k.residual_is_fp32 && !k.stochastic);
+    return scales && moments && keeps && k.format == E4M3 && k.rule != SGD;
 }
 
 struct Scale {
@@ -41,8 +43,11 @@ constexpr int AHEAD = 4 * BLOCK_SIZE, LINE = 16;  // elements; a line of 64 byte
 // an 8-bit second moment. SEAL: those of an 8-bit first moment.
 enum Part { START = 1, UPDATE = 2, FINISH = 4, SEAL = 8 };
 
-template <bool STOCHASTIC, Moments M, bool BF16_GRAD, Rule R> struct Stream {
-    static constexpr bool EIGHT_BIT = M == M_FP8;
+// How codes are rounded and where the error goes.
+enum Rounding { STOCHASTIC, NEAREST, NEAREST_RESIDUAL };
+
+template <Rounding Q, Moments M, bool BF16_GRAD, Rule R> struct Stream {
+    static constexpr bool EIGHT_BIT = M == M_FP8, KEEPS = Q == NEAREST_RESIDUAL, NOISY = Q == STOCHASTIC;
     static constexpr int ALL = START | UPDATE | FINISH | (EIGHT_BIT ? SEAL : 0);
     const Shard shard;
     const Kind k;
@@ -115,7 +120,7 @@ template <bool STOCHASTIC, Moments M, bool BF16_GRAD, Rule R> struct Stream {
         const float m_scale = (PARTS & UPDATE) && EIGHT_BIT ? *b.exp_avg_scale : 1, scale = PARTS & UPDATE ? *b.scale : 1;
         const Scale weight = third.weight, root = third.second, m = fourth.first;
         Random random;
-        if (STOCHASTIC && (PARTS & FINISH)) draw(random, s.seed, s.tensor & 0x0fffffff, s.step, c.number);
+        if (Q != NEAREST && (PARTS & FINISH)) draw(random, s.seed, NOISY ? s.tensor & 0x0fffffff : RESIDUE | s.tensor, s.step, c.number);
         vi absmax{}, root_absmax{}, m_absmax{}, codes[4];
         vf signs[4];
         for (int i = 0; i < BLOCK_SIZE; i += 4 * VL) {
@@ -156,6 +161,7 @@ template <bool STOCHASTIC, Moments M, bool BF16_GRAD, Rule R> struct Stream {
             __builtin_prefetch((const char*)b.exp_avg_sq + line * moment_bytes, 1);
         }
         __builtin_prefetch((const char*)b.codes + at, 1);
+        if (KEEPS) __builtin_prefetch((const char*)b.extra + at, 1);
     }
 
     // The second moment and its root, which is returned.
@@ -169,34 +175,43 @@ template <bool STOCHASTIC, Moments M, bool BF16_GRAD, Rule R> struct Stream {
 
     // The first moment and the updated weight, which is returned.
     static INLINE_MEMBER vf update(const Shard& s, Slot& slot, const Block& b, int i, float scale, float m_scale) {
-        const vf w = scaled_e4m3((const uint8_t*)b.codes + i, scale);
+        vf w = scaled_e4m3((const uint8_t*)b.codes + i, scale);
+        if (KEEPS) w = w + residual_at(b.extra, i) * residual_unit<E4M3>(value_of<E4M3>((const uint8_t*)b.codes + i), scale);
         vf m = moment_at<M, false>(b.exp_avg, m_scale, nullptr, i), d;
         const vf t = updated_weight<R>(s, w, grad_at<BF16_GRAD>(s, b.grad, i), load<vf>(slot.root + i), m, d);
-        if (R == ADAMW) store(slot.denominator + i, d);
+        if (R == ADAMW && !KEEPS) store(slot.denominator + i, d);
         store(slot.m + i, m);
         store(slot.updated + i, t);
         return t;
     }
 
-    // The codes, and the first moment with the injected error, which is returned.
+    // The codes and what is done with their error; returns the first moment.
     static INLINE_MEMBER vf finish(const Shard& s, Slot& slot, const Block& b, int i, Scale scale, const Random& random, vi& code, vf& sign) {
         const vf t = load<vf>(slot.updated + i);
         vf r;
-        code = e4m3_nearest<STOCHASTIC>(t * scale.inverse, STOCHASTIC ? Random::top(random, i) : vi{}, r, sign);
-        const vf m = injected<R>(load<vf>(slot.m + i), t - r * scale.value, slot.denominator + i, s.gain);
+        const vi top = Q != NEAREST ? Random::top(random, i) : vi{};
+        code = e4m3_nearest<NOISY>(t * scale.inverse, top, r, sign);
+        const vf error = t - r * scale.value;
+        vf m = load<vf>(slot.m + i);
+        if (KEEPS) put_residual(b.extra, i, error, residual_unit<E4M3>(r, scale.value), top);
+        else m = injected<R>(m, error, slot.denominator + i, s.gain);
         if constexpr (EIGHT_BIT) store(slot.m + i, m);
         else put<M>(b.exp_avg, i, m);
         return m;
     }
 };
 
-template <bool STOCHASTIC, Moments M, bool G> void stream_rule(const Shard& s, const Kind& k, const Layout& l, int64_t begin, int64_t end) {
-    if (k.rule == ADAMW) Stream<STOCHASTIC, M, G, ADAMW>(s, k, l).run(begin, end);
-    else Stream<STOCHASTIC, M, G, ADAMW_DISPLACEMENT>(s, k, l).run(begin, end);
+template <Rounding Q, Moments M, bool G> void stream_rule(const Shard& s, const Kind& k, const Layout& l, int64_t begin, int64_t end) {
+    if (k.rule == ADAMW) Stream<Q, M, G, ADAMW>(s, k, l).run(begin, end);
+    else Stream<Q, M, G, ADAMW_DISPLACEMENT>(s, k, l).run(begin, end);
+}
+template <Moments M, bool G> void stream_rounding(const Shard& s, const Kind& k, const Layout& l, int64_t begin, int64_t end) {
+    if (k.compensation == RESIDUAL) stream_rule<NEAREST_RESIDUAL, M, G>(s, k, l, begin, end);
+    else if (k.stochastic) stream_rule<STOCHASTIC, M, G>(s, k, l, begin, end);
+    else stream_rule<NEAREST, M, G>(s, k, l, begin, end);
 }
 template <Moments M> void stream_moments(const Shard& s, const Kind& k, const Layout& l, int64_t begin, int64_t end) {
-    if (k.stochastic) k.grad_is_bf16 ? stream_rule<true, M, true>(s, k, l, begin, end) : stream_rule<true, M, false>(s, k, l, begin, end);
-    else k.grad_is_bf16 ? stream_rule<false, M, true>(s, k, l, begin, end) : stream_rule<false, M, false>(s, k, l, begin, end);
+    k.grad_is_bf16 ? stream_rounding<M, true>(s, k, l, begin, end) : stream_rounding<M, false>(s, k, l, begin, end);
 }
 inline void stream(const Shard& s, const Kind& k, const Layout& l, int64_t begin, int64_t end) {
     switch (k.moments) {
