@@ -137,7 +137,7 @@ def _with_state(model: nn.Module, optimizer: ECOOptimizer) -> tuple[nn.Module, E
     return model, optimizer
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_flipped_bit_is_noticed(
     data: st.DataObject, saved: Path, tmp_path_factory: pytest.TempPathFactory

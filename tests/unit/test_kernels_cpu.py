@@ -61,7 +61,7 @@ def test_named_recipes_on_every_shape(kernel: CpuKernel, name: str, dtype: torch
     assert_equal_steps(kernel, shards, Rule.ADAMW, dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(0, 6),
     columns=st.integers(1, 600),

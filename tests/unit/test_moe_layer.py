@@ -168,7 +168,7 @@ def test_shared_expert_sees_every_token() -> None:
     torch.testing.assert_close(y, shared + routed)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(tokens=st.integers(0, 12), experts=st.integers(1, 5), data=st.data())
 def test_sorting_is_undone(tokens: int, experts: int, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, experts))

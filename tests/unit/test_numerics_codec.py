@@ -52,7 +52,7 @@ def random_values(shape: tuple[int, ...], seed: int, exponent: float) -> torch.T
     return values
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(shape=shapes, seed=st.integers(0, 10**6), exponent=st.integers(-30, 30), stochastic=st.booleans())
 @combinations
 def test_error_is_at_most_half_a_step_and_codes_are_the_looked_up_ones(

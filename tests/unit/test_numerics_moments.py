@@ -49,7 +49,7 @@ def block_absmax(values: np.ndarray) -> np.ndarray:
 shapes = st.tuples(st.integers(1, 4), st.sampled_from([1, 3, 127, 128, 129, 260]))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(shape=shapes, seed=st.integers(0, 10**6), exponent=st.integers(-10, 4))
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
 @formats
@@ -88,7 +88,7 @@ def test_small_values_keep_relative_precision(format: MomentFormat, second: bool
 
 
 @formats
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(exponents=st.lists(st.floats(-27, 8), min_size=1, max_size=130), zeros=st.integers(0, 3))
 def test_a_positive_second_moment_never_becomes_zero(format: MomentFormat, exponents: list[float], zeros: int) -> None:
     """However large its neighbours, or the next step would divide by eps; zero itself stays exactly zero.

@@ -43,7 +43,7 @@ streams = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(stream=streams, columns=widths, first=st.integers(0, 2**40), data=st.data())
 def test_each_element_draws_the_documented_half(stream: Stream, columns: int, first: int, data: st.DataObject) -> None:
     """Any key and row, far beyond 2^32 calls, against Python integers."""
@@ -61,7 +61,7 @@ def test_each_element_draws_the_documented_half(stream: Stream, columns: int, fi
     assert int(halves[row, column]) == expected
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(stream=streams, columns=widths, rows=st.integers(1, 13), data=st.data())
 def test_bits_do_not_depend_on_how_rows_are_cut(stream: Stream, columns: int, rows: int, data: st.DataObject) -> None:
     """Any partition of the rows, empty pieces included, draws the bits of the whole."""

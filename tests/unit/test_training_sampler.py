@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eco_dist.training.sampler import WindowSampler, permute
-
-# a deadline would make the tests depend on how busy the machine is
-settings.register_profile("no_deadline", deadline=None, max_examples=50)
-settings.load_profile("no_deadline")
 
 
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 1000))
