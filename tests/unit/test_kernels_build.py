@@ -1,5 +1,6 @@
 """Building the kernel: into a cache, once, and what happens where it cannot be built."""
 
+import ctypes
 import logging
 import os
 import platform
@@ -15,21 +16,19 @@ from eco_dist.optim.kernels import build, cpu
 from eco_dist.optim.step import StepStats, Task
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ECO_DIST_CACHE", str(tmp_path))
     return tmp_path
 
 
-def test_it_is_built_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ECO_DIST_CACHE", str(shared))
+def test_it_is_built_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source of one line takes no time."""
+    (cache / "step.cpp").write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setattr(build, "SOURCE", cache)
     path = build.library("portable")
-    assert path.parent == shared / "eco_dist"
+    assert ctypes.CDLL(str(path)).answer() == 42
+    assert path.parent == cache / "eco_dist"
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("built twice"))
     assert build.library("portable") == path
     assert [file.suffix for file in path.parent.iterdir()] == [".so"]
@@ -37,9 +36,8 @@ def test_it_is_built_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64 compilers")
 @pytest.mark.parametrize("isa", build.ISA_FLAGS)
-def test_every_build_compiles_even_where_it_cannot_run(shared: Path, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_build_compiles_even_where_it_cannot_run(isa: str) -> None:
     """The AVX-512 build runs on few machines; this keeps its source compiling on all."""
-    monkeypatch.setenv("ECO_DIST_CACHE", str(shared))
     assert build.library(isa).stat().st_size > 10_000
 
 

@@ -123,6 +123,7 @@ template <Rounding Q, Moments M, bool BF16_GRAD, Rule R> struct Stream {
         if (Q != NEAREST && (PARTS & FINISH)) draw(random, s.seed, NOISY ? s.tensor & 0x0fffffff : RESIDUE | s.tensor, s.step, c.number);
         vi absmax{}, root_absmax{}, m_absmax{}, codes[4];
         vf signs[4];
+#pragma GCC unroll 1
         for (int i = 0; i < BLOCK_SIZE; i += 4 * VL) {
             if (PARTS & START) fetch(a, AHEAD + i);
 #pragma GCC unroll 4
