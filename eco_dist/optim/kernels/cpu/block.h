@@ -51,6 +51,10 @@ INLINE void unpack_int4(const uint8_t* packed, int8_t* out, int n = BLOCK_SIZE) 
     }
 }
 
+INLINE void pack_int4(const int8_t* codes, void* out) {
+    for (int i = 0; i < BLOCK_SIZE; i += 2) ((uint8_t*)out)[i / 2] = (uint8_t)((codes[i] & 0xF) | (codes[i + 1] << 4));
+}
+
 template <Format F> INLINE void read_codes(const void* codes, float* out) {
     alignas(64) int8_t nibbles[BLOCK_SIZE];
     if constexpr (F == INT4) {
@@ -101,8 +105,8 @@ template <Rule R> INLINE vf updated_weight(const Shard& s, vf w, vf g, vf r, vf&
         }
     }
 }
-template <Rule R> INLINE vf injected(vf m, vf e, const float* d, float gain) {
-    if (R == ADAMW) e = e * load<vf>(d);
+template <Rule R> INLINE vf injected(vf m, vf e, vf d, float gain) {
+    if (R == ADAMW) e = e * d;
     return m + e * gain;
 }
 
@@ -158,9 +162,7 @@ template <Format F, bool STOCHASTIC> static void encode(const Block& b, float sc
         put_codes<F>(out + i * bytes, r, noisy);
         store(x.error + i, t - (is_scaled(F) ? r * scale : r));
     }
-    if constexpr (F == INT4)
-        for (int i = 0; i < BLOCK_SIZE; i += 2)
-            ((uint8_t*)b.codes)[i / 2] = (uint8_t)((nibbles[i] & 0xF) | (nibbles[i + 1] << 4));
+    if constexpr (F == INT4) pack_int4(nibbles, b.codes);
 }
 
 // One count of an 8-bit residual, in weight units, beside a representable value; all of those in the block; counts.
@@ -279,5 +281,5 @@ static void store_moments(const Shard& s, const Kind& kind, const Block& b, Scra
 
 template <Rule R> INLINE void inject(float gain, Scratch& x) {
     for (int i = 0; i < BLOCK_SIZE; i += VL)
-        store(x.m + i, injected<R>(load<vf>(x.m + i), load<vf>(x.error + i), x.denominator + i, gain));
+        store(x.m + i, injected<R>(load<vf>(x.m + i), load<vf>(x.error + i), load<vf>(x.denominator + i), gain));
 }

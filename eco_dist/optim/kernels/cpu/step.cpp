@@ -4,6 +4,7 @@
 // time from cache; a tensor with one scale takes two calls, because its owners agree on the absmax in between.
 #include <omp.h>
 #include <vector>
+#include "direct.h"
 #include "stream.h"
 
 namespace {
@@ -60,9 +61,15 @@ template <template <Format> class T, class Action> auto by_format(int format, Ac
 struct Step {
     const Kind& kind;
     Update chosen;
+    DirectSteps direct;
     Stats* stats;
 
-    explicit Step(const Kind& k, Stats* s = nullptr) : kind(k), chosen(choose_update(k)), stats(s) {}
+    explicit Step(const Kind& k, Stats* s = nullptr)
+        : kind(k), chosen(choose_update(k)), direct(s ? DirectSteps{} : DirectSteps::choose(k)), stats(s) {}
+
+    int32_t absmax(const Shard& s, const Block& b, Scratch& x) const {
+        return direct.absmax && b.length == BLOCK_SIZE ? direct.absmax(s, b) : updated(s, b, x);
+    }
 
     int32_t updated(const Shard& s, const Block& b, Scratch& x) const {
         if (!decodes_inline(kind))
@@ -151,10 +158,12 @@ void step_chunk(const Chunk& c, const Step& step, Scratch& x, Stats& sums) {
                 row_absmax = std::max(row_absmax, with_block(s, k, l, j, false, [&](const Block& b) { return step.updated(s, b, x); }));
         }
         with_block(s, k, l, i, true, [&](const Block& b) {
-            int32_t absmax = step.updated(s, b, x);
+            const bool direct = step.direct.step && b.length == BLOCK_SIZE;
+            int32_t absmax = direct ? 0 : step.updated(s, b, x);
             if (k.granularity == ROW) absmax = row_absmax;
             if (k.granularity == TENSOR) memcpy(&absmax, s.absmax, 4);
             const float scale = k.granularity == NONE ? 1.0f : scale_of(absmax, max);
+            if (direct) return step.direct.step(s, b, scale), 0;
             step.finish(s, b, x, scale, sums);
             if (k.granularity == BLOCK) *b.scale = scale;
             return 0;
@@ -208,7 +217,7 @@ void eco_absmax(const Shard* shards, int count, const Kind* kind, int threads) {
             const Shard& s = *chunks[i].shard;
             const Layout l = layout_of(s, *kind);
             for (int64_t j = chunks[i].begin; j < chunks[i].end; j++)
-                found[i] = std::max(found[i], with_block(s, *kind, l, j, false, [&](const Block& b) { return step.updated(s, b, x); }));
+                found[i] = std::max(found[i], with_block(s, *kind, l, j, false, [&](const Block& b) { return step.absmax(s, b, x); }));
         }
     }
     for (int i = 0; i < count; i++) *shards[i].absmax = 0;

@@ -195,7 +195,7 @@ template <Rounding Q, Moments M, bool BF16_GRAD, Rule R> struct Stream {
         const vf error = t - r * scale.value;
         vf m = load<vf>(slot.m + i);
         if (KEEPS) put_residual(b.extra, i, error, residual_unit<E4M3>(r, scale.value), top);
-        else m = injected<R>(m, error, slot.denominator + i, s.gain);
+        else m = injected<R>(m, error, load<vf>(slot.denominator + i), s.gain);
         if constexpr (EIGHT_BIT) store(slot.m + i, m);
         else put<M>(b.exp_avg, i, m);
         return m;
