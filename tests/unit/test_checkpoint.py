@@ -5,6 +5,8 @@ import json
 import os
 import random
 import shutil
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from eco_dist import ECOSGD, ECOAdamW, quantize_weights_
 from eco_dist.checkpoint import AsyncSaver, CheckpointCorruptError, CheckpointError, Manifest, latest, load, save
 from eco_dist.checkpoint.manifest import MANIFEST
-from eco_dist.checkpoint.write import checkpoints
+from eco_dist.checkpoint.write import checkpoints, write_rank
 from eco_dist.optim import ECOOptimizer
 from eco_dist.recipe import RECIPES, Recipe
 
@@ -250,6 +252,18 @@ def test_a_background_save_holds_what_was_there_when_it_began(tmp_path: Path) ->
     other, other_optimizer = build(seed=4)
     load(tmp_path, other, other_optimizer)
     assert same(contents(other, other_optimizer), expected)
+
+
+def test_waiting_for_a_background_save_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = build()
+    saver, disk = AsyncSaver(tmp_path), threading.Event()
+    module = sys.modules["eco_dist.checkpoint.save"]  # the package has a function of that name
+    monkeypatch.setattr(module, "write_rank", lambda *arguments: disk.wait() and write_rank(*arguments))
+    saver.save(model, optimizer, step=1)
+    with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
+        saver.wait(0.01)
+    disk.set()
+    assert saver.wait() == latest(tmp_path) == tmp_path / "step-00000001"
 
 
 def test_a_background_failure_is_told_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
