@@ -90,6 +90,10 @@ FAULTS = (
         "training on while a save is written",
         "distributed/test_checkpoint.py::test_a_background_save_holds_what_was_there_when_it_began",
     ),
+    Fault(
+        "a run that fails while a save is written",
+        "unit/test_training_loop.py::test_a_run_that_broke_off_goes_on_to_the_same_end",
+    ),
     Fault("another recipe", "unit/test_checkpoint.py::test_another_recipe_is_refused"),
     Fault("missing scales or moments, fp32 for FP8", "faults/test_hostile.py::test_the_wrong_kind_is_refused"),
     Fault("a newer format", "unit/test_checkpoint.py::test_a_newer_format_is_refused"),
