@@ -3,8 +3,6 @@
 #pragma once
 #include "block.h"
 
-constexpr int BLOCKS_AHEAD = 4;
-
 // VL codes, two in a byte, the first one below.
 INLINE vi int4_codes(const uint8_t* packed) {
 #if defined(__AVX2__)
@@ -34,11 +32,8 @@ template <Format F, bool BF16_GRAD, Rule R> struct Direct {
         return x;
     }
 
-    static INLINE_MEMBER void fetch(const Block& b, int i) {
-        const int at = BLOCKS_AHEAD * BLOCK_SIZE + i;
-        __builtin_prefetch((const char*)b.grad + at * (BF16_GRAD ? 2 : 4));
-        __builtin_prefetch((const float*)b.exp_avg + at, 1);
-        __builtin_prefetch((const float*)b.exp_avg_sq + at, 1);
+    static INLINE_MEMBER void fetch(const Block& b, int at) {
+        fetch_line<M_FP32, BF16_GRAD>(b, at);
         __builtin_prefetch((const char*)b.codes + at * code_bits(F) / 8, 1);
     }
 
@@ -49,7 +44,7 @@ template <Format F, bool BF16_GRAD, Rule R> struct Direct {
         const float scale = b.scale ? *b.scale : 1;
         vi largest{};
         for (int i = 0; i < BLOCK_SIZE; i += VL) {
-            if (i % 16 == 0) fetch(b, i);
+            if (i % LINE == 0) fetch(b, AHEAD + i);
             largest = larger(largest, bits(update(s, b, i, scale).updated) & 0x7fffffff);
         }
         return largest_lane(largest);
@@ -63,7 +58,7 @@ template <Format F, bool BF16_GRAD, Rule R> struct Direct {
         Random random;
         if (STOCHASTIC) draw(random, s.seed, s.tensor & 0x0fffffff, s.step, b.number);
         for (int i = 0; i < BLOCK_SIZE; i += VL) {
-            if (i % 16 == 0) fetch(b, i);
+            if (i % LINE == 0) fetch(b, AHEAD + i);
             const Values x = update(s, b, i, scale);
             const vf t = x.updated;
             vf noisy, r = round_to_grid<F, STOCHASTIC>(F == INT4 ? t * inverse : t, STOCHASTIC ? Random::top(random, i) : vi{}, noisy);

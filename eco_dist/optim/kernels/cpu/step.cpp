@@ -67,8 +67,10 @@ struct Step {
     explicit Step(const Kind& k, Stats* s = nullptr)
         : kind(k), chosen(choose_update(k)), direct(s ? DirectSteps{} : DirectSteps::choose(k)), stats(s) {}
 
+    bool is_direct(const Block& b) const { return direct.step && b.length == BLOCK_SIZE; }
+
     int32_t absmax(const Shard& s, const Block& b, Scratch& x) const {
-        return direct.absmax && b.length == BLOCK_SIZE ? direct.absmax(s, b) : updated(s, b, x);
+        return is_direct(b) ? direct.absmax(s, b) : updated(s, b, x);
     }
 
     int32_t updated(const Shard& s, const Block& b, Scratch& x) const {
@@ -158,7 +160,7 @@ void step_chunk(const Chunk& c, const Step& step, Scratch& x, Stats& sums) {
                 row_absmax = std::max(row_absmax, with_block(s, k, l, j, false, [&](const Block& b) { return step.updated(s, b, x); }));
         }
         with_block(s, k, l, i, true, [&](const Block& b) {
-            const bool direct = step.direct.step && b.length == BLOCK_SIZE;
+            const bool direct = step.is_direct(b);
             int32_t absmax = direct ? 0 : step.updated(s, b, x);
             if (k.granularity == ROW) absmax = row_absmax;
             if (k.granularity == TENSOR) memcpy(&absmax, s.absmax, 4);

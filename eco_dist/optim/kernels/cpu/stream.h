@@ -37,8 +37,6 @@ template <Moments M> INLINE void put(void* out, int i, vf x) {
     else store((uint16_t*)out + i, to_bf16(x));
 }
 
-constexpr int AHEAD = 4 * BLOCK_SIZE, LINE = 16;  // elements; a line of 64 bytes holds 16 fp32 numbers
-
 // START: second moment and its root. UPDATE: first moment and updated weight. FINISH: codes and injection, and the codes of
 // an 8-bit second moment. SEAL: those of an 8-bit first moment.
 enum Part { START = 1, UPDATE = 2, FINISH = 4, SEAL = 8 };
@@ -152,15 +150,8 @@ template <Rounding Q, Moments M, bool BF16_GRAD, Rule R> struct Stream {
 
     static INLINE_MEMBER void widen_absmax(vi& absmax, vf x) { absmax = larger(absmax, bits(x) & 0x7fffffff); }
 
-    // A few blocks ahead of the hardware's own prefetching, which loses track of five streams. Reading beyond the end is
-    // no access.
     static INLINE_MEMBER void fetch(const Block& b, int at) {
-        constexpr int moment_bytes = M == M_FP32 ? 4 : M == M_BF16 ? 2 : 1, grad_bytes = BF16_GRAD ? 2 : 4;
-        for (int line = at; line < at + 4 * VL; line += LINE) {
-            __builtin_prefetch((const char*)b.grad + line * grad_bytes);
-            __builtin_prefetch((const char*)b.exp_avg + line * moment_bytes, 1);
-            __builtin_prefetch((const char*)b.exp_avg_sq + line * moment_bytes, 1);
-        }
+        for (int line = at; line < at + 4 * VL; line += LINE) fetch_line<M, BF16_GRAD>(b, line);
         __builtin_prefetch((const char*)b.codes + at, 1);
         if (KEEPS) __builtin_prefetch((const char*)b.extra + at, 1);
     }
